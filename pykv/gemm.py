@@ -476,22 +476,25 @@ def pack_compressed_tensors(
         weight_g_idx: ``[k]``, the group of each column, where they are in no order; all -1 is like ``None``.
         shape: ``(n, k)``, what the file has as ``weight_shape``.
         bits: 4 or 8.
+
+    Raises:
+        ValueError: shapes, groups or ``bits`` do not fit.
+        TypeError: dtypes do not fit.
     """
+    bits = whole("bits", bits)
     if bits not in (4, 8):
         raise ValueError(f"bits: must be 4 or 8, got {bits}")
-    n, k = (int(size) for size in shape)
-    codes, scales = host(weight_packed), plain_scales("weight_scale", weight_scale)
-    groups = scales.values.shape[-1]
-    zeros = None if weight_zero_point is None else host(weight_zero_point)
-    group_of = None if weight_g_idx is None else host(weight_g_idx)
-    for name, found, wanted in (
-        ("weight_packed", codes, (n, -(-k * bits // 32))),
-        ("weight_scale", scales.values, (n, groups)),
-        ("weight_zero_point", zeros, (-(-n * bits // 32), groups)),
-        ("weight_g_idx", group_of, (k,)),
-    ):
-        if found is not None and found.shape != wanted:
-            raise ValueError(f"{name}: must have shape {list(wanted)}, got {list(found.shape)}")
+    if len(shape) != 2:
+        raise ValueError(f"shape: must be two sizes, got {list(shape)}")
+    n, k = (whole("shape", size) for size in shape)
+    codes = checked("weight_packed", weight_packed, _WORDS, (n, -(-k * bits // 32)))
+    scales = plain_scales("weight_scale", weight_scale, (n, None))
+    groups = scales.values.shape[1]
+    zeros = group_of = None
+    if weight_zero_point is not None:
+        zeros = checked("weight_zero_point", weight_zero_point, _WORDS, (-(-n * bits // 32), groups))
+    if weight_g_idx is not None:
+        group_of = checked("weight_g_idx", weight_g_idx, _INTEGERS, (k,))
     if group_of is not None and (group_of == -1).all():
         group_of = None
     if group_of is None and (groups == 0 or k % groups):

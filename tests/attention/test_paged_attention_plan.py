@@ -24,7 +24,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "decode_either": {"seqs": 8, "room": 32768},
     "window_cluster": {"seqs": 8, "room": 8192, "window": 1024},
     "folded_line": {"seqs": 64, "room": 8192, "head_size": 64},
-    "folded_cluster": {"seqs": 8, "head_size": 64},
     "folded_either": {"seqs": 8, "room": 32768, "head_size": 64},
     "small_pages_line": {"seqs": 64, "room": 8192, "page": 1},
     "small_pages_cluster": {"seqs": 8, "page": 1},
@@ -43,7 +42,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "prefill_invariant": {"tokens": 2048, "room": 2048, "batch_invariant": True},
     "clear": {"tokens": 2048, "room": 2048},
     "combine": {"seqs": 64, "tokens": 8, "room": 8192},
-    "combine_invariant": {"kind": "fp8_e4m3", "tokens": 2048, "batch_invariant": True},
 }
 
 

@@ -458,7 +458,7 @@ def test_packing_refuses_what_it_cannot_hold():
     for change, message in (
         ({"bits": 3}, "bits: must be 4 or 8, got 3"),
         ({"shape": (8, 17)}, r"weight_packed: must have shape \[8, 3\], got \[8, 2\]"),
-        ({"weight_scale": np.ones((7, 1), np.float16)}, r"weight_scale: must have shape \[8, 1\], got \[7, 1\]"),
+        ({"weight_scale": np.ones((7, 1), np.float16)}, r"weight_scale: must have shape \[8, any\], got \[7, 1\]"),
         ({"weight_scale": np.ones((8, 3), np.float16)}, "weight_scale: its 3 groups must divide 16 columns"),
         ({"weight_zero_point": words}, r"weight_zero_point: must have shape \[1, 1\], got \[8, 2\]"),
         ({"weight_g_idx": np.zeros(15, np.int32)}, r"weight_g_idx: must have shape \[16\], got \[15\]"),

@@ -21,7 +21,6 @@ constexpr const char* kNames[] = {
     "decode_either",
     "window_cluster",
     "folded_line",
-    "folded_cluster",
     "folded_either",
     "small_pages_line",
     "small_pages_cluster",
@@ -40,7 +39,6 @@ constexpr const char* kNames[] = {
     "prefill_invariant",
     "clear",
     "combine",
-    "combine_invariant",
 };
 static_assert(std::size(kNames) == kKernels);
 

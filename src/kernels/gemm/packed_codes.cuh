@@ -39,6 +39,13 @@ __device__ inline uint32_t and_or(uint32_t x, uint32_t mask, uint32_t bits) {
   return result;
 }
 
+// __byte_perm without care for the upper bits of what selects, which the caller knows to be 0.
+__device__ inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+}
+
 // fragment() gives the first operand of step j.  kUnit multiplies all scales.
 template <class T, CodeKind kKind>
 struct Codes;
@@ -47,39 +54,55 @@ template <class T>
 struct Codes<T, CodeKind::kUint4> {
   static constexpr int kPlanes = 1;
   static constexpr float kUnit = 1.0f;
-  // What is subtracted of rows g and 8 + g, as pairs: 8, or a zero point up to 64, above what codes are the bits of: the lowest of
-  // 128 or of 1024, whose neighbours differ by one, or higher ones of 64.
+
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
+    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i % 2, shift = kIsHalf<T> && row ? 4 * (i - 1) : 4 * i;
+      a[i] = subtract_pairs<T>(and_or(w >> shift, 15 * one(row), base(row)), base(row) + 8 * one(row));
+    }
+  }
+
+  // Without moving those of rows 8 + g: what they stand for is kOfSecond times what is given.
+  static constexpr float kOfSecond = kIsHalf<T> ? 1.0f : 4.0f;
+  __device__ static void fragment_in_place(uint32_t (&a)[4], const uint4 (&words)[1], int j) {
+    fragment_less(a, words, j, {zero_of(0, 8), zero_of(1, 8)});
+  }
+  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word; scales of rows 8 + g are times kOfSecond.
+  __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
+                                         uint32_t minima) {
+    fragment_in_place(a, words, j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = fma_pairs<T>(a[i], twice(scales, i % 2), twice(minima, i % 2));
+  }
+  // ... less zeros, by zero_of().
+  __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
+    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t v = w >> 4 * i;
+      a[i] = subtract_pairs<T>(and_or(v, 0x000f000fu, base(0)), zeros[0]);
+      if constexpr (kIsHalf<T>) {
+        a[i + 1] = subtract_pairs<T>(and_or(v, 0x00f000f0u, base(1)), zeros[1]);
+      } else {  // as the bits of a number near the smallest, times 2^127
+        a[i + 1] = fma_pairs<T>(v & 0x00f000f0u, 0x7f007f00u, zeros[1]);
+      }
+    }
+  }
+  // A zero point of up to 64 as fragment_less() wants it for row g or 8 + g.
+  __device__ static uint32_t zero_of(int row, uint32_t zero) {
+    if (kIsHalf<T> || row == 0) return base(row) + zero * one(row);
+    const float quarter = -0.25f * static_cast<float>(zero);
+    return pack_pair<T>(quarter, quarter);
+  }
+
+ private:
+  // What codes of rows g and 8 + g are the lower bits of, as pairs: 128 or 1024, whose neighbours differ by one, or 64.
   __device__ static constexpr uint32_t base(int row) {
     return !kIsHalf<T> ? 0x43004300u : row == 0 ? 0x64006400u : 0x54005400u;
   }
   __device__ static constexpr uint32_t one(int row) { return kIsHalf<T> && row == 1 ? 0x00100010u : 0x00010001u; }
-
-  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t*) {
-    fragment_less(a, words, j, {base(0) + 8 * one(0), base(1) + 8 * one(1)});
-  }
-  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word; those of rows 8 + g are kOfSecond times what
-  // they are, for in bfloat16 a code of these is left where it lies, as the bits of a number near the smallest.
-  static constexpr float kOfSecond = kIsHalf<T> ? 1.0f : 4.0f;
-  __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
-                                         uint32_t minima) {
-    fragment(a, words, j, nullptr);
-    if constexpr (!kIsHalf<T>) {
-      const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
-      a[1] = fma_pairs<T>(w & 0x00f000f0u, 0x7f007f00u, 0xc000c000u);  // times 2^127, less 2
-      a[3] = fma_pairs<T>(w >> 8 & 0x00f000f0u, 0x7f007f00u, 0xc000c000u);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = fma_pairs<T>(a[i], twice(scales, i % 2), twice(minima, i % 2));
-  }
-  __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
-    const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i % 2;
-      const int shift = kIsHalf<T> && row ? 4 * (i - 1) : 4 * i;
-      a[i] = subtract_pairs<T>(and_or(w >> shift, 15 * one(row), base(row)), zeros[row]);
-    }
-  }
 };
 
 // Codes of four bits by few instructions on integers, of which an SM does half as many as of others: a byte, as the bits of a number of T,
@@ -122,6 +145,35 @@ struct Codes<T, CodeKind::kTable16> {
     }
   }
 
+  // The same from registers, where there are few codes: the bytes of entries, low ones and high ones.
+  struct Table {
+    uint32_t low[4], high[4];
+
+    __device__ explicit Table(const float* numbers) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(numbers) + i);
+        const uint32_t first = pack_pair<T>(v.x, v.y), second = pack_pair<T>(v.z, v.w);
+        low[i] = __byte_perm(first, second, 0x6420);
+        high[i] = __byte_perm(first, second, 0x7531);
+      }
+    }
+  };
+  __device__ static void fragment_of(uint32_t (&a)[4], const uint4 (&words)[1], int j, const Table& table) {
+    const uint32_t w = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[0])[j], 0, 0x3120);
+    const uint32_t of_eight = w & 0x77777777u, upper = and_or(w >> 1, 0x44444444u, 0x32103210u);
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {  // rows g and 8 + g of the first column, then of the second
+      const auto bytes = [&](const uint32_t (&of)[4]) {
+        return permute(permute(of[0], of[1], of_eight >> 8 * i), permute(of[2], of[3], of_eight >> 8 * i),
+                       upper >> 8 * i);
+      };
+      const uint32_t low = bytes(table.low), high = bytes(table.high);
+      a[i] = __byte_perm(low, high, 0x6240);
+      a[i + 1] = __byte_perm(low, high, 0x7351);
+    }
+  }
+
   // Where the table is E2M1's, times scales of rows g and 8 + g, as pairs: exact, for a code has two bits that count, a scale of
   // e4m3 four.  A code is a sign and the bits of a small number, 2^-126 of what it stands for, or of float16 2^-14.
   __device__ static void fragment_scaled(uint32_t (&a)[4], const uint4 (&words)[1], int j,
@@ -150,11 +202,9 @@ struct Codes<T, CodeKind::kUint8> {
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
         a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
-      } else {  // bf16 has eight bits: 16 (128 + high) - 2304 + (128 + low), of which each sum is exact
-        const uint32_t low = and_or(w >> 8 * half_row, 0x000f000fu, 0x43004300u);
-        const uint32_t high = and_or(w >> (8 * half_row + 4), 0x000f000fu, 0x43004300u);
-        const auto rest = __hfma2(as_pair<T>(high), as_pair<T>(0x41804180u), as_pair<T>(0xc510c510u));
-        a[i] = as_word(__hadd2(rest, as_pair<T>(low)));
+      } else {  // as the bits of a number near the smallest: 2^-133 of itself; times 2^127, less 2, times 64
+        const uint32_t octets = half_row ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
+        a[i] = multiply_pairs<T>(fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u), 0x42804280u);
       }
     }
   }

@@ -93,7 +93,11 @@ struct InFloats {
   static void begin(Sum& sum, const Element*) { sum = Sum{}; }
   static void add(Sum& sum, const Pair& w, const Element* x, int c, int h) {
     x += (c * 2 + h) * 8;
-    sum = w.second * repeat4(x + 4) + (w.first * repeat4(x) + sum);
+    sum = w.first * repeat4(x) + sum;
+#if defined(__AVX512F__)
+    asm("" : "+v"(sum));  // GCC would choose which of two products is rounded where one sum has nothing before them
+#endif
+    sum = w.second * repeat4(x + 4) + sum;
   }
   static void settle(Sum& sum) { have_ready(sum); }
   static Floats end(const Sum& sum, const Element*) { return sum; }

@@ -8,10 +8,10 @@
 // products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
 // a row of out has the same bits.
 //
-// int4 with groups of 128, one token on an H200: 4096 x 4096 6.6 us (9.1 by packed_gemm_sm90.cu), 4096 x 14336 14.9 (22.0).
+// One token on an H200, us, beside packed_gemm_sm90.cu and a plain read of the weight: Q4_K 14336 x 4096 14.3 (18.6, 8.8), Q6_K 20.9 (36.6, 15.1),
+// int4 with groups of 128 12.2 (13.8, 8.0), 4096 x 4096 5.8 (9.1, 3.3).  More stages ahead are slower: 14.6 with four, 15.1 with five.
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
-#include "cuda/divider.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_gemm_few_sm90.h"
@@ -19,7 +19,7 @@
 namespace pykv {
 namespace packed_gemm_few {
 
-constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring
+constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring, one of which is read
 constexpr int kMostWarps = 16, kShared = 226 << 10;     // of a block
 
 // Zero points are subtracted as codes are decoded; scales and minima of Q4_K multiply and are added (Folded).
@@ -31,84 +31,75 @@ struct Problem {
   void* out;
   Epilogue epilogue;
   int64_t x_stride, out_stride;
-  Divider groups_by;                          // columns of a group
+  int stages_of_group;                        // 1 where they are smaller
   int tokens, units, groups, blocks, stages;  // blocks: of 256 columns
-  int segments, row_blocks, each;             // blocks of 16 rows; such of a block of threads
-  int x_pitch;                                // bytes
+  int steps;                                  // of 16 columns that are scaled together: 1, 2, 4 or 8
+  int segments_log2, row_blocks, each;        // blocks of 16 rows; such of a block of threads
+  int x_pitch, stage_bytes, minima_at, supers_at;
 };
 
 template <class T, CodeKind kKind, Minima kMinima>
 struct Shape {
   using Element = T;
   using Code = Codes<T, kKind>;
+  static constexpr CodeKind kCodes = kKind;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
-  // Of 16 rows a warp has half of each 32 factors.  Of Q4_K: scales of four groups, minima, those of 256 columns; of others: up to 128
-  // bytes of scales, zero points.
-  static constexpr int kCodeBytes = Code::kPlanes * 1024, kMinimaAt = kCodeBytes + 128, kSupersAt = kMinimaAt + 128,
-                       kLowsAt = kSupersAt + 64;
-  static constexpr int kStageBytes = kFolds ? kLowsAt + 64 : kMinimaAt + (kSubtracts ? 32 : 0);
+  static constexpr int kCodeBytes = Code::kPlanes * 1024;
+  static constexpr int kBlocks = kKind == CodeKind::kUint4 ? 2 : 1;  // of an SM, for which there are registers
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// What a warp copies of its rows.
+// What a warp copies of its rows.  Of 32 factors it needs half.
 template <class S>
 class Feed {
  public:
-  __device__ Feed(const Problem& p, int block, int begin, int end, uint32_t ring)
-      : p_(p), ring_(ring + lane() * 16), i_(begin), end_(end) {
+  __device__ Feed(const Problem& p, int block, int begin, int end, uint32_t ring) : ring_(ring), left_(end - begin) {
     const PackedWeight& w = p.weight;
-    codes_ = w.codes + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane() * 16;
-    const int64_t band = block / 2;
-    if constexpr (S::kFolds) {
-      if (lane() < 16) {
-        factors_ = (lane() < 8 ? w.scales : w.minima) + band * p.groups * 32 + lane() % 8 * 16;
-      } else if (lane() < 24) {
-        factors_ = (lane() < 20 ? w.supers : w.lows) + band * p.blocks * 64 + lane() % 4 * 16;
+    const int lane = threadIdx.x % 32, items = 8 / p.steps;
+    ring_ += lane * 16;
+    have_ready(ring_);
+    codes_ = w.codes + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
+    // One after another in a stage: scales, minima, those of 256 columns.
+    int first = 0;
+    const auto section = [&](const uint8_t* from, int of_group, int64_t groups, int bytes, int stages) {
+      if (!from) return;
+      if (lane >= first && lane < first + bytes / 16) {
+        factors_ = from + block / 2 * groups * of_group + begin / stages * bytes + (lane - first) * 16;
+        bytes_ = bytes;
+        stages_ = stages;
+        until_ = stages - begin % stages;
       }
-      of_stage_ = lane() < 16 ? 128 : 32;  // of 256 columns: half of 64
-    } else {
-      const int bytes = bytes_of(w.scales_kind);
-      if (lane() < 2 * bytes) {
-        factors_ = w.scales + band * p.groups * 32 * bytes + lane() * 16;
-        of_stage_ = 32 * bytes;
-      } else if (S::kSubtracts && lane() / 2 == 4) {
-        factors_ = w.minima + band * p.groups * 32 + lane() % 2 * 16;
-        of_stage_ = 32;
-      }
-    }
+      first += bytes / 16;
+    };
+    const int of_scales = 32 * bytes_of(w.scales_kind);
+    section(w.scales, of_scales, p.groups, of_scales * items, p.stages_of_group);
+    if (S::kSubtracts || S::kFolds) section(w.minima, 32, p.groups, 32 * items, p.stages_of_group);
+    section(w.supers, 64, p.blocks, 64, 2);
+    if (S::kFolds) section(w.lows, 64, p.blocks, 64, 2);
   }
 
   // The next stage to a place of the ring; nothing where there is none.
-  __device__ void next(int slot) {
-    if (i_ < end_) {
-      const uint32_t to = ring_ + slot * S::kStageBytes;
+  __device__ __forceinline__ void next(int place) {
+    if (left_ > 0) {
+      --left_;
+      const uint32_t to = ring_ + place;
 #pragma unroll
-      for (int n = 0; n < S::kCodeBytes / 512; ++n)
-        cp_async_16_once(to + n * 512, codes_ + n * 512, n < S::Code::kPlanes || 2 * i_ + 1 < p_.units);
+      for (int n = 0; n < S::kCodeBytes / 512; ++n) cp_async_16(to + n * 512, codes_ + n * 512);
       codes_ += S::kCodeBytes;
-      if (factors_) {
-        int64_t at;
-        if constexpr (S::kFolds) {
-          at = of_stage_ == 128 ? i_ * 128 : i_ / 2 * 64;
-        } else {
-          at = int64_t{p_.groups_by.quotient(i_ * kColumns)} * of_stage_;
-        }
-        cp_async_16(to + S::kCodeBytes, factors_ + at);
-      }
-      ++i_;
+      if (stages_ > 0) cp_async_16(to + S::kCodeBytes, factors_);
+      const bool was_last = --until_ == 0;
+      factors_ += was_last ? bytes_ : 0;
+      until_ = was_last ? stages_ : until_;
     }
     cp_async_commit();
   }
 
  private:
-  __device__ static int lane() { return threadIdx.x % 32; }
-
-  const Problem& p_;
-  const uint32_t ring_;
+  uint32_t ring_;
   const uint8_t *codes_, *factors_ = nullptr;
-  int i_, of_stage_ = 0;
-  const int end_;
+  int left_, bytes_ = 0, stages_ = 0,
+             until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
 };
 
 // Rows of x, and zeros behind them.
@@ -120,6 +111,16 @@ __device__ void copy_x(const Problem& p, uint32_t to) {
       cp_async_16(to + t * p.x_pitch + i * 16, static_cast<const T*>(p.x) + t * p.x_stride + (i < inside ? i * 8 : 0),
                   i < inside);
 }
+
+// A table, where codes are entries of one.
+template <class T, CodeKind kKind>
+struct TableOf {
+  __device__ explicit TableOf(const float*) {}
+};
+template <class T>
+struct TableOf<T, CodeKind::kTable16> : Codes<T, CodeKind::kTable16>::Table {
+  using Codes<T, CodeKind::kTable16>::Table::Table;
+};
 
 template <class S>
 class Multiplier {
@@ -134,133 +135,202 @@ class Multiplier {
       : p_(p),
         place_((threadIdx.x % 32 / 4 * 2 + row_block % 2) * 2),
         x_(x + min(static_cast<int>(threadIdx.x % 32 / 4), p.tokens - 1) * p.x_pitch + threadIdx.x % 4 * 8),
-        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit) {}
+        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit),
+        table_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)) {}
 
-  // What is read of a stage: then its place may be filled again.
-  __device__ void load(uint32_t stage) {
+  // kSteps: of 16 columns that are scaled together.
+  template <int kSteps>
+  __device__ __forceinline__ void multiply(uint32_t stage) {
     const uint32_t lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
     for (int n = 0; n < 2 * Code::kPlanes; ++n)
       words_[n / Code::kPlanes][n % Code::kPlanes] = load_shared_16(stage + n * 512 + (8 * c + lane / 4) * 16);
+    // Lanes of a row share the work: each has the factors of a group, or of two.
+    constexpr int kItems = 8 / kSteps, kMine = kItems == 8 ? 2 : 1;
+    float2 scales[kMine];
+    uint32_t pairs[kMine][2];
     if constexpr (S::kFolds) {
-      const Folded<T> folded(load_shared_4(stage + S::kSupersAt + place_ * 2),
-                             load_shared_4(stage + S::kLowsAt + place_ * 2), global_, p_.weight.offset);
-      const uint32_t at = stage + S::kCodeBytes + c * 32 + place_;
-      const uint32_t scales = load_shared_2(at), minima = load_shared_2(at + S::kMinimaAt - S::kCodeBytes);
-      scale_ = folded.unit();
-      pairs_[0] = folded.pair(scales, minima, false);
-      pairs_[1] = folded.pair(scales, minima, true);
+      prepare_folded(stage, scales[0], pairs[0]);
     } else {
-      RawFactors raw[1];
-      const uint32_t at = stage + S::kCodeBytes;
-      const int bytes = bytes_of(p_.weight.scales_kind);
-      if (bytes == 2) {
-        raw[0].scale[0] = load_shared_4(at + place_ * 2);
-      } else if (bytes == 4) {
-        const uint2 two = load_shared_8(at + place_ * 4);
-        raw[0].scale[0] = two.x;
-        raw[0].scale[1] = two.y;
-      } else {
-        raw[0].scale[0] = load_shared_2(at + place_);
-      }
-      float scales[1][2];
-      scales_of(scales, raw, p_.weight.scales_kind);
-      scale_ = make_float2(scales[0][0] * global_, scales[0][1] * global_);
-      if constexpr (S::kSubtracts) {
-        const uint32_t z = load_shared_2(stage + S::kMinimaAt + place_);
-        pairs_[0] = zero_of(0, z & 0xffu);
-        pairs_[1] = zero_of(1, z >> 8);
-      }
+      prepare<kItems>(stage, scales, pairs);
     }
-  }
-
-  __device__ void multiply() {
-    uint2 x[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = load_shared_8(x_ + j * 32);
-    x_ += kColumns * 2;
-    float sum[4] = {};
+    float sum[4];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      const int item = j / kSteps, from = item % 4, own = item / 4;
+      if (j % kSteps == 0) {
+        if constexpr (S::kFolds || (S::kSubtracts && kItems > 1)) {
+          now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
+          now_[1] = __shfl_sync(~0u, pairs[own][1], from, 4);
+        } else if constexpr (S::kSubtracts) {
+          now_[0] = pairs[0][0];
+          now_[1] = pairs[0][1];
+        }
+        if (!S::kFolds || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+      }
       uint32_t a[4];
       decode(a, j);
-      mma_16x8x16<T>(sum, a, x[j].x, x[j].y);
-    }
+      const uint2 x = load_shared_8(x_ + j * 32);
+      mma_16x8x16<T>(sum, a, x.x, x.y);
+      if ((j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
+      float2 scale = scales[own];
+      if constexpr (!S::kFolds && kItems > 1) {
+        scale.x = __shfl_sync(~0u, scale.x, from, 4);
+        scale.y = __shfl_sync(~0u, scale.y, from, 4);
+      }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) total[i] = fmaf(i / 2 ? scale_.y : scale_.x, sum[i], total[i]);
+      for (int i = 0; i < 4; ++i) total[i] = fmaf(i / 2 ? scale.y : scale.x, sum[i], total[i]);
+    }
+    x_ += kColumns * 2;
   }
 
  private:
-  __device__ void decode(uint32_t (&a)[4], int j) const {
+  // One of 256 columns has one of scales; s and m of a group as pairs of the two rows.
+  __device__ __forceinline__ void prepare_folded(uint32_t stage, float2& scale, uint32_t (&pairs)[2]) const {
+    const uint32_t supers = stage + p_.supers_at + place_ * 2;
+    const Folded<T> folded(load_shared_4(supers), load_shared_4(supers + 64), global_, p_.weight.offset);
+    const uint32_t at = stage + S::kCodeBytes + threadIdx.x % 4 * 32 + place_;
+    const uint32_t octets = load_shared_2(at), minima = load_shared_2(at + 128);
+    scale = folded.unit();
+    pairs[0] = folded.pair(octets, minima, false);
+    pairs[1] = folded.pair(octets, minima, true);
+  }
+
+  template <int kItems, int kMine>
+  __device__ __forceinline__ void prepare(uint32_t stage, float2 (&scales)[kMine], uint32_t (&zeros)[kMine][2]) const {
+    const ScaleKind kind = p_.weight.scales_kind;
+    const int bytes = bytes_of(kind), c = threadIdx.x % 4 % kItems;
+    RawFactors raw[kMine];
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const int item = c + 4 * n;
+      const uint32_t at = stage + S::kCodeBytes + (item * 32 + place_) * bytes;
+      if (bytes == 2) {
+        const uint32_t pair = load_shared_4(at);
+        const float2 halves = unpack_pair<half>(pair), others = unpack_pair<bf16>(pair);
+        scales[n] = kind == ScaleKind::kF16 ? halves : others;
+      } else if (bytes == 4) {
+        scales[n] = load_shared_float2(at);
+      } else {
+        raw[n].scale[0] = load_shared_2(at);
+        if (has_supers(kind)) raw[n].super[0] = load_shared_4(stage + p_.supers_at + place_ * 2);
+      }
+      if constexpr (S::kSubtracts) {
+        const uint32_t z = load_shared_2(stage + p_.minima_at + item * 32 + place_);
+        const int more = 8 - static_cast<int>(p_.weight.offset);  // what a code is above the base
+        zeros[n][0] = Code::zero_of(0, (z & 0xffu) + more);
+        zeros[n][1] = Code::zero_of(1, (z >> 8) + more);
+      }
+    }
+    if (bytes == 1) {
+      float found[kMine][2];
+      scales_of(found, raw, kind);
+#pragma unroll
+      for (int n = 0; n < kMine; ++n) scales[n] = make_float2(found[n][0], found[n][1]);
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      scales[n] = make_float2(scales[n].x * global_, scales[n].y * global_);
+      if constexpr (S::kCodes == CodeKind::kUint4) scales[n].y *= Code::kOfSecond;
+    }
+  }
+
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], int j) const {
     const auto& words = words_[j / 4];
     if constexpr (S::kFolds) {
-      const int from = threadIdx.x % 32 / 4 * 4 + j / 2;  // the lane that has this group's
-      Code::fragment_folded(a, words, j % 4, __shfl_sync(~0u, pairs_[0], from), __shfl_sync(~0u, pairs_[1], from));
+      Code::fragment_folded(a, words, j % 4, now_[0], now_[1]);
     } else if constexpr (S::kSubtracts) {
-      Code::fragment_less(a, words, j % 4, pairs_);
+      Code::fragment_less(a, words, j % 4, now_);
+    } else if constexpr (S::kCodes == CodeKind::kUint4) {
+      Code::fragment_in_place(a, words, j % 4);
+    } else if constexpr (S::kCodes == CodeKind::kTable16) {
+      Code::fragment_of(a, words, j % 4, table_);
     } else {
       Code::fragment(a, words, j % 4, nullptr);
     }
-  }
-  // A zero point of what a code is above the base, as what codes of a row are the bits of.
-  __device__ uint32_t zero_of(int row, uint32_t octet) const {
-    return Code::base(row) + (octet + 8 - static_cast<int>(p_.weight.offset)) * Code::one(row);
   }
 
   const Problem& p_;
   const int place_;  // of its two rows among the factors of 32
   uint32_t x_;
   const float global_;
+  const TableOf<T, S::kCodes> table_;
   uint4 words_[2][Code::kPlanes];
-  float2 scale_;
-  uint32_t pairs_[2] = {};
+  uint32_t now_[2];  // factors of the group that is decoded
 };
 
-// Adds up the sums [block of rows][segment][token][16] of segments, and writes rows of out.
+// Adds up the sums [block of rows][segment][token][16] of segments, and writes rows of out: a warp for each block of rows.
 template <class T>
 __device__ void write(const Problem& p, uint32_t sums) {
-  for (int i = threadIdx.x; i < p.tokens * p.each * 4; i += blockDim.x) {
-    const int own = i / 4 % p.each, token = i / 4 / p.each, row_block = static_cast<int>(blockIdx.x) * p.each + own;
-    const int64_t n = int64_t{row_block} * 16 + i % 4 * 4;
-    const int rows = static_cast<int>(min(p.weight.n - n, int64_t{4}));
-    if (rows <= 0) continue;
-    float4 sum{};
-    for (int s = 0; s < p.segments; ++s) {
-      const float4 v = load_shared_float4(sums + ((own * p.segments + s) * kTokens + token) * 64 + i % 4 * 16);
-      sum = s == 0 ? v : make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
-    }
-    finish_four<T>(p.epilogue, static_cast<const T*>(p.bias), sum, token, n, rows, p.out, p.out_stride);
+  const int own = threadIdx.x / 32, token = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 4;
+  const int64_t n = (int64_t{blockIdx.x} * p.each + own) * 16 + row;
+  const int rows = static_cast<int>(min(p.weight.n - n, int64_t{4}));
+  if (own >= p.each || token >= p.tokens || rows <= 0) return;
+  float4 sum{};
+  for (int s = 0; s < 1 << p.segments_log2; ++s) {
+    const float4 v = load_shared_float4(sums + (((own << p.segments_log2) + s) * kTokens + token) * 64 + row * 4);
+    sum = s == 0 ? v : make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
+  }
+  const auto* const bias = static_cast<const T*>(p.bias);
+  T* const to = static_cast<T*>(p.out) + token * p.out_stride + n;
+  if (p.epilogue.any || bias || rows < 4 || reinterpret_cast<uintptr_t>(to) % 8 != 0) {
+    finish_four<T>(p.epilogue, bias, sum, token, n, rows, p.out, p.out_stride);
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
   }
 }
 #endif
 
 template <class S>
-__global__ void __launch_bounds__(kMostWarps * 32, 1) packed_gemm_few_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kMostWarps * 32, S::kBlocks)
+    packed_gemm_few_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = threadIdx.x / 32, segment = warp % p.segments;
-  const int row_block = min(static_cast<int>(blockIdx.x) * p.each + warp / p.segments, p.row_blocks - 1);
-  const int begin = p.stages * segment / p.segments, end = p.stages * (segment + 1) / p.segments;
-  const uint32_t x = shared_address(shared), ring = x + p.tokens * p.x_pitch + warp * kDepth * S::kStageBytes;
-  begin_dependent();
-  copy_x<typename S::Element>(p, x);
-  cp_async_commit();
+  const int warp = threadIdx.x / 32, segment = warp & ((1 << p.segments_log2) - 1);
+  const int row_block = min(static_cast<int>(blockIdx.x) * p.each + (warp >> p.segments_log2), p.row_blocks - 1);
+  const int begin = p.stages * segment >> p.segments_log2, end = p.stages * (segment + 1) >> p.segments_log2;
+  const uint32_t x = shared_address(shared);
+  uint32_t ring = x + p.tokens * p.x_pitch + warp * kDepth * p.stage_bytes;
+  have_ready(ring);
   Feed<S> feed(p, row_block, begin, end, ring);
+  const int last = (kDepth - 1) * p.stage_bytes;
+  begin_dependent();
 #pragma unroll 1
-  for (int slot = 0; slot < kDepth; ++slot) feed.next(slot);
+  for (int slot = 0; slot < kDepth - 1; ++slot) {
+    feed.next(slot * p.stage_bytes);
+    if (slot == 0) copy_x<typename S::Element>(p, x);  // of the second group
+  }
   Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2);
-  cp_async_wait<kDepth>();
+  cp_async_wait<kDepth - 3>();
   __syncthreads();
-  int slot = 0;
+  const auto run = [&]<int kSteps>() {
+    int free = last;
 #pragma unroll 1
-  for (int i = begin; i < end; ++i) {
-    cp_async_wait<kDepth - 1>();
-    __syncwarp();
-    multiplier.load(ring + slot * S::kStageBytes);
-    __syncwarp();
-    feed.next(slot);
-    if (++slot == kDepth) slot = 0;
-    multiplier.multiply();
+    for (int i = begin, at = 0; i < end; ++i) {
+      cp_async_wait<kDepth - 2>();
+      __syncwarp();  // all lanes have done with the stage before
+      feed.next(free);
+      multiplier.template multiply<kSteps>(ring + at);
+      free = at;
+      at = at == last ? 0 : at + p.stage_bytes;
+    }
+  };
+  if constexpr (S::kFolds) {
+    run.template operator()<2>();
+  } else {
+    switch (p.steps) {
+      case 8:
+        run.template operator()<8>();
+        break;
+      case 4:
+        run.template operator()<4>();
+        break;
+      case 2:
+        run.template operator()<2>();
+        break;
+      default:
+        run.template operator()<1>();
+    }
   }
   __syncthreads();  // all have done with x
 #pragma unroll
@@ -286,20 +356,29 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .epilogue = args.epilogue,
             .x_stride = args.x_stride,
             .out_stride = args.out_stride,
-            .groups_by = Divider(w.group_size),
+            .stages_of_group = static_cast<int>(w.group_size > kColumns ? w.group_size / kColumns : 1),
             .tokens = static_cast<int>(args.num_rows),
             .units = static_cast<int>(w.padded_k / PackedWeight::kUnit),
             .groups = static_cast<int>(w.groups()),
             .blocks = static_cast<int>((w.padded_k + 255) / 256),
-            .stages = static_cast<int>((w.padded_k + kColumns - 1) / kColumns),
-            .segments = segments,
+            .stages = static_cast<int>(w.padded_k / kColumns),
+            .steps = static_cast<int>(w.group_size < kColumns ? w.group_size / 16 : 8),
+            .segments_log2 = segments == 4 ? 2 : 1,
             .row_blocks = static_cast<int>(row_blocks),
             .each = static_cast<int>((row_blocks + sms - 1) / sms),
-            .x_pitch = 0};
+            .x_pitch = 0,
+            .stage_bytes = 0,
+            .minima_at = 0,
+            .supers_at = 0};
+  const int items = 8 / p.steps;
+  p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
+  p.supers_at = p.minima_at + items * 32 * (S::kSubtracts || S::kFolds);
+  p.stage_bytes = p.supers_at + 64 * has_supers(w.scales_kind) + 64 * S::kFolds;
+  if (p.stage_bytes - S::kCodeBytes > 32 * 16) return false;  // more than a copy for each lane
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   while (p.each * segments > kMostWarps) p.each = (p.each + 1) / 2;
   const int warps = p.each * segments;
-  int bytes = p.tokens * p.x_pitch + warps * kDepth * S::kStageBytes;
+  int bytes = p.tokens * p.x_pitch + warps * kDepth * p.stage_bytes;
   if (bytes > kShared) return false;
   if (bytes < warps * kTokens * 64) bytes = warps * kTokens * 64;
   launch_dependent_shared(packed_gemm_few_kernel<S>, dim3(static_cast<unsigned>((row_blocks + p.each - 1) / p.each)),
@@ -313,26 +392,27 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
   using namespace packed_gemm_few;
   const PackedWeight& w = args.weight;
-  // Where packed_gemm_sm90.cu has a block for most SMs it is as quick, and with some tokens quicker: here each warp reads all of x.
-  const int64_t row_tiles = (w.n + 127) / 128, sms = num_sms(launch.device);
-  if (args.num_rows > (row_tiles * 3 <= sms ? kTokens : row_tiles * 2 > sms ? 2 : 0)) return false;
+  if (args.num_rows > kTokens) return false;
   const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && (args.num_rows == 1 || args.x_stride % 8 == 0) && w.k > 0 &&
                         w.k < (1 << 16) && reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
-  const bool folds = is_folded(w) && w.padded_k % kColumns == 0;
-  const bool subtracts = w.codes_kind == CodeKind::kUint4 && w.minima_kind == MinimumKind::kZero;
-  const bool has_groups =
-      w.group_size % kColumns == 0 && !has_supers(w.scales_kind) && (subtracts || w.minima_kind == MinimumKind::kNone);
-  if (args.map.rows || w.columns || !is_plain || !(folds || has_groups)) return false;
+  const bool has_stages = w.padded_k % kColumns == 0 && (w.group_size % kColumns == 0 || kColumns % w.group_size == 0);
+  if (args.map.rows || w.columns || !is_plain || !has_stages) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
-    const auto run = [&]<CodeKind kKind, Minima kMinima>() {
+    const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
       was_launched = launch_shape<Shape<T, kKind, kMinima>>(args, segments, launch);
     };
-    if (folds) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
-    if (subtracts) return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
-    if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4, Minima::kNone>();
-    if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kNone>();
-    if (w.codes_kind == CodeKind::kE4M3) return run.template operator()<CodeKind::kE4M3, Minima::kNone>();
+    const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
+    if (is_folded(w)) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
+    if (is_uint4 && w.minima_kind == MinimumKind::kZero)
+      return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
+    if (w.minima_kind != MinimumKind::kNone) return;
+    if (is_uint4) return run.template operator()<CodeKind::kUint4>();
+    if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8>();
+    if (w.codes_kind == CodeKind::kE4M3) return run.template operator()<CodeKind::kE4M3>();
+    // packed_gemm_sm90.cu multiplies those with scales of e4m3, and some with e8m0, in another way
+    if (w.scales_kind != ScaleKind::kE4M3 && w.scales_kind != ScaleKind::kE8M0)
+      return run.template operator()<CodeKind::kTable16>();
   });
   return was_launched;
 }

@@ -5,7 +5,8 @@
 
 namespace pykv {
 
-// Whether it was launched: not for maps, for many tokens or for weights whose groups are no multiple of 128 columns, except Q4_K.
+// Whether it was launched: not for maps, for many tokens, for weights with minima except Q4_K, or where columns, groups or x do not come
+// in whole copies.
 // segments: of the columns, whose sums are added in order.
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch);
 

@@ -1,5 +1,6 @@
 // Paged attention on CUDA: from a plan to its launches.
 #include <random>
+#include <type_traits>
 
 #include "attention/cuda/elements.cuh"
 #include "attention/cuda/launch.cuh"
@@ -19,12 +20,28 @@ uint64_t next_ticket() {
 
 namespace {
 
-static_assert(sizeof(Unfinished) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
+static_assert(sizeof(CutUnit) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
 
 // Nobody has taken an entry yet, and no block has ended.
 __global__ void clear_kernel(PrefillCounts* counts) {
   wait_for_previous_kernel();
   *counts = {0, 0};
+}
+
+// Of a mixed batch it ends when so many blocks of prefill have, which was launched before the kernel before, that did not wait for
+// it: whatever comes after this kernel comes after them, too.  They were all there when the line came up.
+__global__ void __launch_bounds__(kCombineThreads, 4)
+    combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
+  __shared__ JobsUpTo jobs_up_to;
+  if (!takes_call(left.p)) return leave_call();
+  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
+  // neighbouring heads would no longer do so at the same time.
+  wait_for_previous_kernel();
+  combine_pieces(left, jobs_up_to);
+  if (blockIdx.x > 0 || threadIdx.x > 0) return;
+  for (int count = 0; count < prefill_blocks; __nanosleep(200)) {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(prefill_ended) : "memory");
+  }
 }
 
 int attribute(cudaDeviceAttr of, int device) {
@@ -91,7 +108,7 @@ void set_pieces(Problem& p, int grid, int rows, int pitch, int64_t at = 0) {
   p.pitch = pitch;
   char* memory = static_cast<char*>(p.a.workspace) + at;
   const WorkspacePlaces places = workspace_places(grid, rows, pitch, p.a.batch_invariant);
-  p.unfinished = reinterpret_cast<Unfinished*>(memory);
+  p.tickets = reinterpret_cast<uint64_t*>(memory);
   p.partial_stats = reinterpret_cast<float2*>(memory + places.stats);
   p.partial = reinterpret_cast<float*>(memory + places.partial);
 }
@@ -116,7 +133,6 @@ Problem problem_of(const Problem& call, const Step& s) {
   p.balance = s.balance;
   p.ticket = next_ticket();
   p.mixed = s.mixed;
-  p.in_parts = s.instance.kernel == KernelId::kMmaInvariant && s.instance.rows == 16;
   if (s.kv_tile > 0) {
     p.kv_tile = s.kv_tile;
     p.place_tokens = p.a.batch_invariant ? kChunkTokens : s.kv_tile;
@@ -150,18 +166,19 @@ Problem problem_of(const Problem& call, const Step& s) {
   return p;
 }
 
-// What the blocks of a line leave unfinished.
+// What the blocks of a line leave for combine_kernel.
 LeftPieces left_pieces(const Problem& p, const Step& s) {
   const int rows = (p.a.cu_query_lens.data ? p.tile_tokens : 1) * p.tile_heads;
   LeftPieces left{p, s.grid, rows * (p.pitch / 4)};
-  // Pieces of pairs of heads have been multiplied by the scales of values.
-  if (s.instance.kernel == KernelId::kVerifyLine && s.instance.folded) left.p.a.kv_format = KvFormat::kSame;
+  if (s.instance.folded) left.p.a.kv_format = KvFormat::kSame;  // they have been multiplied by the scales of values
   return left;
 }
 
 // Of these, the one for the call's kind of cache elements.
-LaunchOf* of_kind(const PagedAttentionArgs& a, LaunchOf* f16, LaunchOf* bf16, LaunchOf* e4m3 = nullptr,
-                  LaunchOf* e5m2 = nullptr, LaunchOf* int8 = nullptr, LaunchOf* nvfp4 = nullptr) {
+template <class F>
+F* of_kind(const PagedAttentionArgs& a, F* f16, std::type_identity_t<F>* bf16, std::type_identity_t<F>* e4m3 = nullptr,
+           std::type_identity_t<F>* e5m2 = nullptr, std::type_identity_t<F>* int8 = nullptr,
+           std::type_identity_t<F>* nvfp4 = nullptr) {
   switch (a.kv_format) {
     case KvFormat::kE4M3:
       return e4m3;
@@ -189,6 +206,13 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kMmaInvariant:
       return of_kind(a, launch_mma<F16>, launch_mma<BF16>, launch_mma<E4M3>, launch_mma<E5M2>, launch_mma<Int8>,
                      launch_mma<Nvfp4>);
+    case KernelId::kVerifyLine:
+      return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
+                     launch_verify<Int8>);
+    case KernelId::kVerifyBlock:
+    case KernelId::kVerifyCluster:
+    case KernelId::kVerifySpans:
+      return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
     case KernelId::kTokensLine:
     case KernelId::kTokensCluster:
     case KernelId::kTokensSpans:
@@ -197,13 +221,6 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
     case KernelId::kSmallPagesCluster:
       return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
                      launch_tokens<Nvfp4>);
-    case KernelId::kVerifyLine:
-      return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
-                     launch_verify<Int8>);
-    case KernelId::kVerifyBlock:
-    case KernelId::kVerifyCluster:
-    case KernelId::kVerifySpans:
-      return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
     case KernelId::kPrefill:
       return of_kind(a, launch_prefill<F16>, launch_prefill<BF16>);
     case KernelId::kPrefillInvariant:
@@ -244,41 +261,26 @@ void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op) {
 }
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
-  LeftPieces left{}, left_by_prefill{};  // the latter in a mixed batch
+  LeftPieces left{};
+  const int* ended = nullptr;  // blocks of prefill, in a mixed batch
+  int of_prefill = 0;
   for (int i = 0; i < plan.count; ++i) {
     const Step& s = plan.steps[i];
-    switch (s.instance.kernel) {
-      case KernelId::kClear:
-        break;  // with prefill
-      case KernelId::kCombine:
-        if (s.mixed) {
-          const LeftPieces& x = left_by_prefill;
-          const int* ended = &prefill_counts(x.p, x.notes)->ended;
-          launch_after(combine_kernel<Quad>, s, launch, call.a.op, x, ended, x.notes);
-          break;
-        }
-        launch_after(combine_kernel<Quad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
-        left = {};
-        break;
-      case KernelId::kCombineInvariant:
-        launch_after(combine_kernel<ExactQuad>, s, launch, call.a.op, left, static_cast<const int*>(nullptr), 0);
-        left = {};
-        break;
-      default: {
-        const Problem p = problem_of(call, s);
-        if (s.instance.kernel == KernelId::kSimple) {
-          launch_simple(p, s, launch);
-        } else {
-          LaunchOf* launch_it = launch_of(s.instance.kernel, p.a);
-          if (!launch_it) fail_without_instance(p, s);
-          launch_it(p, s, launch, left);
-        }
-        if (s.line.rows > 0 && i + 1 < plan.count) {  // for the next one
-          const bool is_prefill = s.mixed && s.instance.kernel == KernelId::kPrefill;
-          (is_prefill ? left_by_prefill : left) = left_pieces(p, s);
-        }
-      }
+    const KernelId kernel = s.instance.kernel;
+    if (kernel == KernelId::kClear) continue;  // with prefill
+    if (kernel == KernelId::kCombine) {
+      launch_after(combine_kernel, s, launch, call.a.op, left, ended, of_prefill);
+      continue;
     }
+    const Problem p = problem_of(call, s);
+    if (kernel == KernelId::kPrefill && s.mixed) {
+      ended = &prefill_counts(p, s.grid)->ended;
+      of_prefill = s.grid;
+    }
+    LaunchOf* launch_it = kernel == KernelId::kSimple ? launch_simple : launch_of(kernel, p.a);
+    if (!launch_it) fail_without_instance(p, s);
+    launch_it(p, s, launch);
+    if (kernel == KernelId::kVerifyLine) left = left_pieces(p, s);
   }
 }
 

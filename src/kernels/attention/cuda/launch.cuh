@@ -7,8 +7,8 @@
 #include "attention/cuda/plan_sizes.h"
 #include "attention/cuda/problem.cuh"
 #include "core/launch.h"
+#include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
-#include "cuda/launch.h"
 
 namespace pykv::attention {
 
@@ -22,19 +22,8 @@ void launch_plan(const Plan& plan, const Problem& p, const Launch& launch);
 template <class... Parameters>
 void launch_after(void (*kernel)(Parameters...), const Step& s, const Launch& launch, const char* op,
                   const Parameters&... parameters) {
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(s.cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(s.grid);
-  config.blockDim = dim3(s.threads);
-  config.dynamicSmemBytes = s.shared_bytes;
-  config.stream = stream_of(launch);
-  config.attrs = attributes;
-  config.numAttrs = !overlaps_kernels(launch.device) ? 0 : s.cluster > 1 ? 2 : 1;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, parameters...), op);
+  pykv::launch_clusters(kernel, dim3(s.grid), dim3(s.threads), static_cast<unsigned>(s.cluster), s.shared_bytes, launch,
+                        op, parameters...);
 }
 
 // Devices for which something has been done.
@@ -62,31 +51,39 @@ void launch_step(const Problem& p, const Step& s, int most_bytes, const Launch& 
   launch_after(kKernel, s, launch, p.a.op, p, args...);
 }
 
+// What a block does, Block::run(), as a kernel: that of decode, verify and mma.
+template <class Block>
+__global__ void __launch_bounds__(Block::kThreadsOfBlock, Block::kBlocksOfSm)
+    paged_attention_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  Block::run(p, copies, shared_memory);
+}
+
 // Where a plan names an instance that there is not.
 [[noreturn]] void fail_without_instance(const Problem& p, const Step& s);
 
-// Launches an instance of a family.  left: what a line before it has left, where it adds that up.
-using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+// Launches an instance of a family.
+using LaunchOf = void(const Problem& p, const Step& s, const Launch& launch);
 
 // Each is instantiated for a kind of cache element in a file of its own, which CMake makes of instance.cu.in: tiles of mma.sync,
 template <class Element>
-void launch_mma(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_mma(const Problem& p, const Step& s, const Launch& launch);
 // one query token of each sequence,
 template <class Element>
-void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_decode(const Problem& p, const Step& s, const Launch& launch);
 // several as columns, and pages of no whole groups,
 template <class Element>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch);
 // four warps together, on Hopper,
 template <class Element>
-void launch_verify(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_verify(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch);
 // prefill on Hopper, and with batch_invariant.
 template <class Element>
-void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_prefill(const Problem& p, const Step& s, const Launch& launch);
 template <class Element>
-void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left);
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch);
 
 // Behind what so many blocks of prefill leave: what they count.
 struct PrefillCounts {

@@ -66,17 +66,16 @@ const DeviceInfo* device_called(const char* name) {
 bool Planner::rows(const Request& r, RowClass rows) {
   if (may_verify(r, rows)) {
     if (!verify(r, rows)) return false;
+    combine(r);
   } else {
     const bool has_many = has_many_rows(r.kind, r.packed());
     const RowClass tile = mma_rows(rows, r.a.head_size, has_many);
     const MmaSizes s = mma_sizes(r.kind, rounded(r.a.head_size), tile);
     Instance instance{r.a.batch_invariant ? KernelId::kMmaInvariant : KernelId::kMma, rounded(r.a.head_size), s.rows};
     instance.packed = r.packed();
-    if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.unit_tokens(),
-              mma_tiling(rows, r.a.head_size, has_many)))
+    if (!line(r, instance, kThreads, s.shared_bytes, s.blocks_of_sm, s.tile, mma_tiling(rows, r.a.head_size, has_many)))
       return false;
   }
-  combine(r);
   return true;
 }
 
@@ -141,7 +140,6 @@ bool Planner::prefill(const Request& r, bool mixed) {
   add(on_line(step_of(r, {id, head_size, s.rows}, grid_of(1), 3 * kThreads, 1, s.shared_bytes), {s.rows, head_size, 1},
               s.tile));
   plan_.steps[plan_.count - 1].mixed = mixed;
-  if (!mixed && !always_whole(r.max_seq_len, s.tile)) combine(r);
   return true;
 }
 
@@ -166,17 +164,12 @@ bool Planner::mixed(const Request& r) {
   steps[1].pieces_at =
       workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
   combine(few);
-  combine(prompts);
-  steps[3].mixed = true;
   return true;
 }
 
 bool Planner::by_tensor_cores(Request r) {
   RowClass rows;
-  constexpr int kShort = 256;  // keys
-  const bool short_by_verify =
-      r.max_seq_len <= kShort && r.kind == CacheKind::k16Bits && may_verify(r, RowClass::kMore);
-  const auto class_of = [&](RowClass x) { return class_for(x, r.a.batch_invariant, short_by_verify, r.a.head_size); };
+  const auto class_of = [&](RowClass x) { return class_for(x, r.a.batch_invariant); };
   const auto many = [&](int min_rows) {
     r.min_rows = min_rows;
     return prefill(r) || some_rows(r, class_of(RowClass::kMany));
@@ -205,7 +198,6 @@ void Planner::simple(Request r) {
     fail(PYKV_NOT_IMPLEMENTED, "%s: query: head_size %d is too large for this GPU", r.a.op, r.a.head_size);
   const int blocks = std::min(resident_blocks(kThreads, bytes(tile) + kSimpleBytes, 4), tiling.blocks_per_sm);
   add(on_line(step_of(r, {KernelId::kSimple}, grid_of(blocks), kThreads, 1, bytes(tile)), tiling, tile));
-  combine(r);
 }
 
 // Of a call that the tensor-core kernels can take or not.

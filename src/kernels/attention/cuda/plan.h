@@ -1,15 +1,64 @@
 // Which kernels take a call of paged attention, and with what grids and sizes: a pure function of the call and the device.
 //
-// Host code without CUDA: it is the same in a build for the CPU alone, where tests/attention/test_paged_attention_golden.py
+// Host code without CUDA: it is the same in a build for the CPU alone, where tests/attention/test_paged_attention_plan.py
 // compares it with a table of calls.  launch.cuh launches what it says.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 
-#include "attention/kernels.h"
 #include "attention/paged_attention.h"
 
 namespace pykv::attention {
+
+// A line shares all work out evenly; a cluster has one KV head of a sequence, or shares it with others (spans); either chooses
+// between these two on the device.
+enum class KernelId : int {
+  kCpu,
+  kSimple,        // any sizes, fp32
+  kMma,           // 64 or 128 rows on any chip
+  kMmaInvariant,  // the same with batch_invariant
+  kDecodeLine,    // one query token
+  kDecodeCluster,
+  kDecodeSpans,
+  kDecodeEither,
+  kWindowCluster,  // keys that a window hides are left out
+  kFoldedLine,     // two KV heads as one
+  kFoldedEither,
+  kSmallPagesLine,  // pages that are no groups of eight tokens
+  kSmallPagesCluster,
+  kInvariantLine,  // one query token with batch_invariant
+  kInvariantCluster,
+  kInvariantSpans,
+  kTokensLine,  // several query tokens as columns
+  kTokensCluster,
+  kTokensSpans,
+  kTokensEither,
+  kVerifyLine,   // up to 64 rows on Hopper
+  kVerifyBlock,  // a block without a cluster for each KV head of a sequence
+  kVerifyCluster,
+  kVerifySpans,
+  kPrefill,  // 128 rows on Hopper
+  kPrefillInvariant,
+  kClear,    // what kPrefill counts
+  kCombine,  // adds up what kVerifyLine left
+};
+constexpr int kKernels = static_cast<int>(KernelId::kCombine) + 1;
+
+const char* name_of(KernelId kernel);  // ../kernels.cc
+
+// One of a kernel's instances.  0: it has no such size.
+struct Instance {
+  KernelId kernel;
+  int head_size = 0;      // of its tiles
+  int rows = 0;           // queries, times heads, of a tile
+  bool packed = false;    // values are columns of tokens
+  bool folded = false;    // two KV heads as one
+  bool wide = false;      // clusters of more warps
+  bool single = false;    // lines take KV heads one by one
+  bool sees_all = false;  // lines have neither a window nor sparsity
+};
 
 enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };
 
@@ -45,6 +94,13 @@ const DeviceInfo* device_called(const char* name);
 // The one that this thread's calls are planned for, and launch nothing; null: as usual.
 const DeviceInfo* planned_device();
 
+// Is this thread to launch nothing?
+bool only_plans();
+void only_plan(bool on);
+
+// Of the thread's last call: a line for each launch, and one for the workspace.  It holds until the next one is asked for.
+const char* plan_text();
+
 // What a kernel is launched for: any lengths; or, where another is launched for the same call, those that suit clusters, or those
 // that do not.
 enum class Lengths : uint8_t { kAny, kForClusters, kForLine };
@@ -64,8 +120,8 @@ struct Tiling {
   int lead = 1;       // places of the line for what a segment begins and ends with, but with batch_invariant
 };
 
-// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes Few and
-// Some with more: mma_rows().
+// How many rows a query tile has: Few 16, Some 32, More 64, Many 64 or 128; with batch_invariant 16 or 64.  mma.sync takes few rows
+// in tiles of more: mma_rows().
 enum class RowClass { kFew, kSome, kMore, kMany, kInvariantFew, kInvariantMore };
 
 struct Step {
@@ -110,7 +166,7 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
 // A call that has tokens and sequences.
 void make_plan(const PagedAttentionArgs& args, const DeviceInfo& device, Plan& plan);
 
-// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; notes come first.
+// Where things lie in a workspace for a grid of so many blocks, which leave two pieces each; their tickets, or notes, come first.
 struct WorkspacePlaces {
   int64_t stats, partial, end;
 };
@@ -121,12 +177,6 @@ WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invar
 constexpr int64_t kept_bytes(int head_size) {
   const int columns = head_size <= 64 ? 64 : 128;
   return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
-}
-
-// Are query tiles of prefill taken whole, whatever the lengths?  See prefill/tiles.cuh.
-constexpr float kLineCost = 10, kLongestPart = 0.35f;
-constexpr bool always_whole(int64_t max_seq_len, int kv_tile) {
-  return kLongestPart * static_cast<float>(max_seq_len) <= kLineCost * static_cast<float>(kv_tile);
 }
 
 // A call's longest sequence.

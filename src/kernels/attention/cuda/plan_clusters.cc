@@ -56,11 +56,7 @@ bool Planner::line(const Request& r, const Instance& instance, int threads, int 
 }
 
 // What adds up what the line before leaves.
-void Planner::combine(const Request& r) {
-  const bool exact = r.a.batch_invariant;
-  add(step_of(r, {exact ? KernelId::kCombineInvariant : KernelId::kCombine}, d_.sms * (exact ? 2 : 4), kCombineThreads,
-              1, 0));
-}
+void Planner::combine(const Request& r) { add(step_of(r, {KernelId::kCombine}, d_.sms * 4, kCombineThreads, 1, 0)); }
 
 // Of clusters of so many blocks: what their blocks finish of a tile's queries, and how many of them are there early.
 void Planner::set_cluster(Step& s, const Request& r, int queries, int quads) const {
@@ -112,8 +108,8 @@ Balance Planner::balance_of(const Request& r, LineOf line, int cluster, int bloc
   return balance_for(r.num_kv_heads, blocks, d_.sms, pace, slack);
 }
 
-// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, for they then add up what it
-// leaves, else after them.  Returns false if these kernels do not suit the call.
+// Clusters and, if they are not for all lengths, the line beside them: of warpgroups before them, and what adds up its pieces after
+// them, else after them.  Returns false if these kernels do not suit the call.
 bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
   const int count = plan_.count;
   bool done = true;
@@ -125,6 +121,7 @@ bool Planner::with_line(const Request& r, LineOf line, const Step& clusters) {
     if (line == LineOf::kVerify) {
       done = verify(of_line, r.rows());
       add(clusters);
+      combine(of_line);
     } else {
       add(clusters);
       done = r.a.batch_invariant ? decode(of_line) : tokens(of_line) || rows(of_line, r.rows());
@@ -191,7 +188,7 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   };
   for (int blocks = kMostBlocks; blocks > 0; --blocks) {
     if (heads > room(blocks)) continue;
-    const bool may_span = s.may_span() && !r.folded && blocks == kMostBlocks && r.lengths == Lengths::kAny;
+    const bool may_span = s.may_span() && blocks == kMostBlocks && r.lengths == Lengths::kAny;
     const int spans = may_span ? spans_for(s, most, blocks, room(blocks), heads) : 1;
     if (r.a.num_seqs > 1 && most > kMostOfFew && spans == 1) return {0, 0};
     constexpr int64_t kMostElements = 1 << 23;  // of a block's keys, times the blocks that are missing
@@ -210,37 +207,11 @@ Clusters Planner::cluster_size(const Request& r, const ClusterSizes& s) const {
   return {suits ? 1 : 0, half};
 }
 
-// Whether it should be one of the wide sizes, `s`, instead: twelve warps where elements are to be widened and keys are so many
-// that 64 SMs are busier with that than with waiting, or where teams of four then take fewer rounds of a chunk each; or blocks
-// of three or four warps where there are more than two for each SM: of three if all of them find room at once.
-Clusters Planner::wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const {
-  const int64_t many = s.invariant ? 4096 : kManyKeys;  // of a block
-  const int64_t heads = r.heads(), sms = d_.sms;
-  if (usual.warps == s.usual_warps()) {
-    if (s.invariant) {
-      const auto rounds = [&](const Clusters& size) {  // kTeamWarps of them make a long one
-        const int64_t together =
-            std::max<int64_t>(1, size.blocks * size.warps / kTeamWarps) * size.spans * kChunkTokens;
-        return ceil_div(most_keys(r, s.tile()), together);
-      };
-      const Clusters wide = cluster_size(r, s);
-      if (rounds(usual) < kTeamWarps && rounds(wide) < rounds(usual)) return wide;
-    }
-    const bool suits = s.narrow() && usual.spans == 1 && most_keys(r, s.tile()) > many * usual.blocks;
-    return suits ? cluster_size(r, s) : Clusters{0, 0};
-  }
-  if (usual.blocks == 0 || heads <= 2 * sms) return {0, 0};
-  return {1, !s.invariant && heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
-}
-
-KernelId Planner::cluster_kernel(const Request& r, const ClusterSizes& s, bool spans) {
+KernelId Planner::cluster_kernel(const ClusterSizes& s, bool spans) {
   if (s.invariant) return spans ? KernelId::kInvariantSpans : KernelId::kInvariantCluster;
   if (s.tokens)
     return spans ? KernelId::kTokensSpans : s.by_token ? KernelId::kSmallPagesCluster : KernelId::kTokensCluster;
-  return spans          ? KernelId::kDecodeSpans
-         : r.folded     ? KernelId::kFoldedCluster
-         : s.hides_keys ? KernelId::kWindowCluster
-                        : KernelId::kDecodeCluster;
+  return spans ? KernelId::kDecodeSpans : s.hides_keys ? KernelId::kWindowCluster : KernelId::kDecodeCluster;
 }
 
 // Returns false if these kernels do not suit the call.
@@ -251,10 +222,10 @@ bool Planner::clusters(const Request& r, const ClusterSizes& sizes, const Cluste
   if (bytes == 0) return false;
   const LineOf line = r.lengths == Lengths::kAny ? LineOf{} : line_of(r);
   const bool spans = size.spans > 1;
-  Instance instance{cluster_kernel(r, sizes, spans), sizes.head_size, sizes.columns};
+  Instance instance{cluster_kernel(sizes, spans), sizes.head_size, sizes.columns};
   instance.wide = sizes.wide;
   Step s = step_of(r, instance, static_cast<int>(blocks), size.warps * 32, size.blocks, bytes);
-  set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / (r.folded ? 8 : 4));
+  set_cluster(s, r, sizes.tokens ? r.tile_tokens * r.tile_heads : r.group, sizes.head_size / 4);
   s.query_rows = r.query_rows;
   s.tile_tokens = r.tile_tokens;
   if (r.lengths != Lengths::kAny) s.balance = balance_of(r, line, size.blocks, 1);
@@ -283,7 +254,6 @@ Step* Planner::clusters_or_line(const Request& r, const ClusterSizes& sizes, con
                       : r.folded   ? KernelId::kFoldedEither
                                    : KernelId::kDecodeEither;
   Instance instance{id, sizes.head_size, sizes.columns};
-  instance.wide = sizes.wide;
   instance.single = of_line.heads == 1;
   Step s = on_line(step_of(r, instance, grid, size.warps * 32, size.blocks, bytes), line_tiling(r, of_line),
                    of_line.unit_tokens());

@@ -12,7 +12,7 @@ Tiling Planner::line_tiling(const Request& r, const LineSizes& s) {
 }
 
 // On the line, of a call that suits.  Returns false if there is no such kernel, or the device has too little shared memory for it.
-bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, bool deep) {
+bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token) {
   if (!has_line(s)) return false;
   const KernelId id = s.tokens      ? KernelId::kTokensLine
                       : s.invariant ? KernelId::kInvariantLine
@@ -21,7 +21,6 @@ bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, b
                                     : KernelId::kDecodeLine;
   Instance instance{id, s.head_size, s.columns};
   instance.packed = s.packed;
-  instance.deep = deep;
   instance.single = s.heads == 1;
   instance.sees_all = r.folded || (has_sees_all(s) && !by_token && r.sees_all());
   return line(r, instance, s.warps * 32, s.shared_bytes(), s.blocks_of_sm, s.unit_tokens(), line_tiling(r, s));
@@ -30,7 +29,7 @@ bool Planner::line_kernel(const Request& r, const LineSizes& s, bool by_token, b
 // With KV heads in pairs, if the line takes them so, they are pairs, and blocks have room for them; else one by one.
 bool Planner::lines(const Request& r, const LineSizes& s, bool by_token) {
   if (s.heads > 1 && r.num_kv_heads % s.heads == 0 && line_kernel(r, s, by_token)) return true;
-  const LineSizes single = line_sizes(s.kind, s.head_size, s.packed, s.columns, s.invariant, false, true, s.tokens);
+  const LineSizes single = line_sizes(s.kind, s.head_size, s.packed, s.columns, s.invariant, true, s.tokens);
   return line_kernel(r, single, by_token);
 }
 
@@ -58,21 +57,19 @@ bool Planner::decode_either(const Request& r, const ClusterSizes& usual, const L
   return true;
 }
 
-// Two KV heads as one, in clusters or on the line.
-bool Planner::folded(const Request& given, bool on_line) {
-  if (given.a.head_size <= 32 || given.group > 8 || !given.can_fold() || !given.sees_all()) return false;
+// Two KV heads as one, on the line, where may_fold().
+bool Planner::folded_line(const Request& given) {
+  constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
   const Request r = given.fold();
-  const int columns = r.group > 8 ? 16 : 8;
-  const LineSizes of_line = line_sizes(r.kind, 128, false, columns, false);
-  if (on_line) {
-    constexpr int64_t kMany = 1024;  // keys; the ends of fewer are dearer
-    return suits_decode(r, of_line) && most_keys(r, of_line.tile()) >= kMany && lines(r, of_line);
-  }
-  const ClusterSizes cluster = cluster_sizes(r.kind, 128, columns, false, false);
-  if (columns == 8 && decode_either(r, cluster, of_line)) return true;
-  constexpr int64_t kFew = 2048;  // keys, for which 16 columns are no quicker than 8 of a head each
-  if (columns > 8 && most_keys(r, cluster.tile()) <= kFew) return false;
-  return clusters(r, cluster, cluster_size(r, cluster));
+  const LineSizes s = line_sizes(r.kind, 128, false, r.group > 8 ? 16 : 8, false);
+  return suits_decode(r, s) && most_keys(r, s.tile()) >= kMany && lines(r, s);
+}
+
+// ... or by clusters or the line, as the device finds the lengths.
+bool Planner::folded_either(const Request& given) {
+  if (given.group > 4) return false;
+  const Request r = given.fold();
+  return decode_either(r, cluster_sizes(r.kind, 128, 8, false, false), line_sizes(r.kind, 128, false, 8, false));
 }
 
 // Four warps together are quicker for many heads in a group and, over elements of one byte, for sizes of heads between those of
@@ -112,16 +109,19 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
     return clusters(r, hiding, cluster_size(r, hiding));
   }
   if (!r.sees_all()) return false;  // clusters of several tokens may take it
-  if (may_fold(of_line) && folded(r, false)) return true;
+  if (size.blocks == 0 && columns == 8 && may_fold(r, of_line) && folded_either(r)) return true;
   if (!invariant && columns <= 8 && head_size >= 128 && size.spans == 1) {
     if (decode_either(r, usual, of_line)) return true;
     if (of_line.heads > 1 && r.num_kv_heads % of_line.heads != 0) {
-      if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, false, true))) return true;
+      if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, true))) return true;
     }
   }
-  if (head_size == 128 && columns <= 8) {
-    const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, invariant);
-    const Clusters of_wide = wide_size(r, wide, size);
+  // Where elements are to be widened and keys are so many that 64 SMs are busier with that than with waiting: twelve warps.
+  const bool may_be_wide = head_size == 128 && columns <= 8 && !invariant && usual.narrow();
+  if (may_be_wide && size.warps == usual.warps && size.spans == 1 &&
+      most_keys(r, usual.tile()) > kManyKeys * size.blocks) {
+    const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, false);
+    const Clusters of_wide = cluster_size(r, wide);
     if (of_wide.blocks > 0 && clusters(r, wide, of_wide)) return true;
   }
   return clusters(r, usual, size);
@@ -135,14 +135,7 @@ bool Planner::decode(const Request& r) {
   if (!suits_decode(r, s)) return false;
   if (!r.packed() && r.lengths == Lengths::kAny && decode_clusters(r, s)) return true;
   if (may_prefer_verify(s) && prefers_verify(r, s)) return false;
-  if (may_fold(s) && columns == 8 && folded(r, true)) return true;
-  if (invariant && columns == 8 && s.narrow() && s.blocks_of_sm == 3 && !r.packed()) {
-    // Long sequences keep more bytes under way, if their elements are widened quickly.  So do four short segments for each SM,
-    // of which two blocks have two whole ones each, where three would cut them.
-    constexpr int64_t kShort = 1024;  // tokens
-    if (r.max_seq_len > kShort || (r.heads() > 3 * d_.sms && r.heads() <= 4 * d_.sms))
-      return line_kernel(r, line_sizes(r.kind, head_size, false, columns, true, true), false, true);
-  }
+  if (columns == 8 && may_fold(r, s) && folded_line(r)) return true;
   return lines(r, s);
 }
 

@@ -22,7 +22,7 @@ RowClass mma_rows(RowClass rows, int head_size, bool has_many);
 Tiling mma_tiling(RowClass rows, int head_size, bool has_many = true);
 bool uniform_rows(int64_t num_tokens, int64_t num_seqs, int group, int head_size, RowClass& rows);
 bool may_be_mixed(RowClass rows, int64_t num_tokens, int64_t num_seqs);
-RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size);
+RowClass class_for(RowClass rows, bool batch_invariant);
 inline bool has_17_to_64_rows(RowClass rows) { return rows == RowClass::kSome || rows == RowClass::kMore; }
 
 // A call, or that part of it that a launch is to take.

@@ -9,8 +9,9 @@
 namespace pykv::attention {
 
 // Of structures that lie in shared memory or in the workspace.
-constexpr int kUnitBytes = 64, kWalkerBytes = 176, kPlanBytes = 64, kLineShareBytes = 48, kNoteBytes = 32;
-constexpr int kPrefillBytes = 1072, kCountsBytes = 256;  // the latter with what aligns other things behind them
+constexpr int kUnitBytes = 64, kWalkerBytes = 176, kNoteBytes = 80, kLineEndsBytes = 2 * kNoteBytes, kPlanBytes = 64,
+              kLineShareBytes = 48;
+constexpr int kPrefillBytes = 1232, kCountsBytes = 256;  // the latter with what aligns other things behind them
 constexpr int kSimpleBytes = 2800,
               kSimpleOwnBytes = 8192;  // that the plain kernel declares itself, and what is left for that
 constexpr int kQuadBytes = 16, kStatsBytes = 8, kExactQuadBytes = 80, kLeafBytes = kQuadBytes + kStatsBytes;
@@ -42,16 +43,14 @@ struct LineSizes : ColumnSizes {
   constexpr int unit_tokens() const { return warps / heads * tile(); }
   constexpr int stage_bytes() const { return std::max(2 * tile_bytes(), columns * head_size * 4); }
   constexpr int shared_bytes() const {
-    const int parts = stages + (invariant && !late), part_bytes = tokens ? 48 : 32;
-    return warps * (stages * stage_bytes() + parts * part_bytes + columns * kStatsBytes) + kLineShareBytes +
-           (invariant ? warps * head_size * 16 : 0);
+    const int part_bytes = tokens ? 48 : 32;
+    return warps * (stages * (stage_bytes() + part_bytes) + columns * kStatsBytes) + kLineShareBytes;
   }
 };
 
-// columns: 8 or 16, the heads of a group at most.  deep: two blocks on an SM with three stages, not three with two.  single: KV
-// heads are not taken in pairs.  tokens: queries are of several tokens.
+// columns: 8 or 16, the heads of a group at most.  single: KV heads are not taken in pairs.  tokens: queries are of several tokens.
 constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int columns, bool invariant,
-                               bool deep = false, bool single = false, bool tokens = false) {
+                               bool single = false, bool tokens = false) {
   LineSizes s{{kind, head_size, columns}, packed, invariant, tokens, false, 1, 4, 2, 2, invariant ? 0 : 1};
   const bool widens = s.narrow() || s.raw();
   // Two blocks of six warps leave fewer pieces than three of four; but lines of packed values may be the tokens of four tiles, which
@@ -60,12 +59,12 @@ constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int c
   const bool twelve_of_sm = head_size == 128 && columns <= 8 && !invariant;
   const bool three_blocks = twelve_of_sm && packed, six_or_eight = eight_warps || twelve_of_sm;
   const bool six_of_wide = head_size == 256 && columns <= 8 && !invariant;  // there is room for one such block
-  s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8 && !deep));
+  s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8));
   // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
-  // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k took 330 us without it, not 247.
-  s.heads = six_or_eight && s.late && !packed && !single ? 2 : 1;
+  // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k takes 263 us without it, not 235; of int8 277, not 298.
+  s.heads = six_or_eight && s.late && !packed && !single && kind != CacheKind::kInt8 ? 2 : 1;
   s.warps = eight_warps ? 8 * s.heads : (twelve_of_sm && !three_blocks) || six_of_wide ? 6 * s.heads : 4;
-  const bool two_blocks = deep || (columns == 16 && widens);
+  const bool two_blocks = columns == 16 && widens;
   s.blocks_of_sm = three_blocks       ? 3
                    : six_or_eight     ? 2 / s.heads
                    : head_size == 64  ? 4
@@ -151,27 +150,21 @@ constexpr bool has_many_rows(CacheKind kind, bool packed) { return is_common(kin
 
 // Tiles of mma.sync, of a class that mma_rows() gives.
 struct MmaSizes {
-  int rows, tile, teams, blocks_of_sm, shared_bytes;
-  constexpr int unit_tokens() const { return teams * tile; }
+  int rows, tile, blocks_of_sm, shared_bytes;
 };
 constexpr MmaSizes mma_sizes(CacheKind kind, int head_size, RowClass rows) {
-  const bool narrow = kind != CacheKind::k16Bits && kind != CacheKind::kNvfp4;
-  const bool few = rows == RowClass::kInvariantFew, more = rows == RowClass::kMore || rows == RowClass::kInvariantMore;
-  const bool chunks = rows == RowClass::kInvariantMore;  // a warp has all parts of a chunk
-  const int bytes = narrow ? 1 : 2, warp_rows = few || more || head_size == 256 ? 16 : 32;
-  MmaSizes s{few ? warp_rows : 4 * warp_rows,
-             few                           ? 32 / bytes
-             : head_size == 256 && !narrow ? 32
-                                           : 64,
-             few ? 4 : 1, few ? 1 : 2, 0};
-  const int stage = 2 * s.tile * head_size * bytes;
+  const bool narrow = kind != CacheKind::k16Bits && kind != CacheKind::kNvfp4, wide = head_size == 256;
+  const bool chunks = rows == RowClass::kInvariantMore, more = rows == RowClass::kMore || chunks;
+  const int warp_rows = more || wide ? 16 : 32;
+  MmaSizes s{4 * warp_rows, wide && !narrow ? 32 : 64, wide && chunks ? 1 : 2, 0};
+  const int stage = 2 * s.tile * head_size * (narrow ? 1 : 2);
   // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
-  const int stages = few || (more && !chunks && stage < 32 << 10) ? 3 : 2;
-  const int slot = (s.tile * 16 + kUnitBytes + std::max(s.tile / 32, 1) * 4 + 15) / 16 * 16;
-  const int queries = more && !narrow ? 0 : s.rows * head_size * 2;
-  const int waiting = chunks ? (head_size / 8 + 1) * kThreads * 16 : 0;
-  const int scratch = (kPlanBytes + s.teams * kWalkerBytes + 4 * warp_rows * 8 + 15) / 16 * 16 + 4 * warp_rows * 16;
-  s.shared_bytes = s.teams * (stages * stage + (stages + 2) * slot) + queries + waiting + scratch;
+  const int stages = more && !chunks && stage < 32 << 10 ? 3 : 2;
+  const int slot = (s.tile * 16 + kUnitBytes + s.tile / 32 * 4 + 15) / 16 * 16;
+  const int queries = more && !narrow && !wide ? 0 : s.rows * head_size * 2;
+  const int waiting = chunks && !wide ? (head_size / 8 + 1) * kThreads * 16 : 0;
+  const int scratch = kPlanBytes + kWalkerBytes + kLineEndsBytes + 4 * warp_rows * 16;
+  s.shared_bytes = stages * stage + (stages + 2) * slot + queries + waiting + scratch;
   return s;
 }
 
@@ -183,14 +176,14 @@ struct VerifySizes {
 // pairs: two heads of 64 as one of 128.
 constexpr VerifySizes verify_sizes(bool narrow, int head_size, int rows, bool pairs) {
   constexpr int kOfStage = 1136, kOfColumns = 4272, kOfColumn = 32,
-                kOfRows = 5920;  // beside tiles, queries and weights
+                kOfRows = 5232;  // beside tiles, queries and weights
   const bool columns = narrow || rows <= 32, large = head_size > 64, many = rows > 32;
   const int stage = 2 * kVerifyTile * head_size * (narrow ? 1 : 2), stages = narrow ? (32 << 10) / stage : 3;
-  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0);
+  const int of_tiles = stages * (stage + kOfStage) + (narrow ? kVerifyTile * 128 : 0) + kLineEndsBytes;
   const int of_queries = columns ? rows * head_size * 2 + kOfColumns + kOfColumn * rows : kOfRows;
   // Those of clusters have more stages, and what their blocks send each other: [narrow][large][many].
-  constexpr int kOfCluster[2][2][2] = {{{103408, 118032}, {193520, 220432}}, {{87024, 110576}, {144368, 188400}}};
-  constexpr int kOfAlone[2][2][2] = {{{79632, 76160}, {81712, 74144}}, {{55056, 60176}, {57136, 66352}}};
+  constexpr int kOfCluster[2][2][2] = {{{103568, 116816}, {193680, 219216}}, {{87184, 110736}, {144528, 188560}}};
+  constexpr int kOfAlone[2][2][2] = {{{79792, 75632}, {81872, 73616}}, {{55216, 60336}, {57296, 66512}}};
   const bool has_clusters = rows > 16 && !pairs;
   return {head_size, rows, of_tiles + of_queries, has_clusters ? kOfCluster[narrow][large][many] : 0,
           has_clusters ? kOfAlone[narrow][large][many] : 0};

@@ -23,17 +23,15 @@ Tiling tiling_of(RowClass rows, int head_size) {
     case RowClass::kMany:
       return small ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
     default:
-      return {64, small ? 64 : 128, 2};
+      return {64, small ? 64 : head_size <= 128 ? 128 : 256, head_size <= 128 ? 2 : 1};
   }
 }
 
-// The tiles of mma.sync (generic/mma.cuh) for such rows: 64 for fewer, too, and of heads of 256 16 with batch_invariant.  has_many: of
-// caches that are common.
+// The tiles of mma.sync (generic/mma.cuh) for such rows: 64 for fewer, too.  has_many: of caches that are common.
 RowClass mma_rows(RowClass rows, int head_size, bool has_many) {
   const bool wide = head_size > 128;
   if (rows == RowClass::kMany) return has_many || wide ? rows : RowClass::kMore;
-  if (rows == RowClass::kInvariantFew || rows == RowClass::kInvariantMore)
-    return wide ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+  if (rows == RowClass::kInvariantFew || rows == RowClass::kInvariantMore) return RowClass::kInvariantMore;
   return wide ? RowClass::kMany : RowClass::kMore;
 }
 Tiling mma_tiling(RowClass rows, int head_size, bool has_many) {
@@ -58,12 +56,10 @@ bool may_be_mixed(RowClass rows, int64_t num_tokens, int64_t num_seqs) {
   return rows == RowClass::kSome && num_tokens % num_seqs != 0;
 }
 
-// With batch_invariant: tiles that all compute a row in the same steps.  Without it, where sequences are so short that they are
-// mostly waits for their queries, tiles of 64 rows do better than those of 32 if four warps multiply together.
-RowClass class_for(RowClass rows, bool batch_invariant, bool short_by_verify, int head_size) {
-  if (short_by_verify && rows == RowClass::kSome) return RowClass::kMore;
+// With batch_invariant: tiles that all compute a row in the same steps.
+RowClass class_for(RowClass rows, bool batch_invariant) {
   if (!batch_invariant) return rows;
-  return rows == RowClass::kFew || head_size > 128 ? RowClass::kInvariantFew : RowClass::kInvariantMore;
+  return rows == RowClass::kFew ? RowClass::kInvariantFew : RowClass::kInvariantMore;
 }
 
 WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invariant) {
@@ -85,10 +81,11 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
   RowClass rows;
   const bool uniform = uniform_rows(num_tokens, num_seqs, num_heads / num_kv_heads, head_size, rows);
   if (uniform && !(warpgroups && may_be_mixed(rows, num_tokens, num_seqs))) {
-    const RowClass tiles = class_for(rows, batch_invariant, warpgroups, head_size);
+    const bool may_pair = warpgroups && rows == RowClass::kSome;  // heads of 64, which then are 64 rows
+    const RowClass tiles = may_pair ? RowClass::kMore : class_for(rows, batch_invariant);
     return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }
-  const RowClass many = class_for(RowClass::kMany, batch_invariant, false, head_size);
+  const RowClass many = class_for(RowClass::kMany, batch_invariant);
   const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
   // Prefill on Hopper has the same records in fewer, longer tiles, and keeps sums beside them.
   const bool keeps = batch_invariant && head_size <= 128 && device.has_warpgroups;

@@ -37,7 +37,7 @@ bool Planner::tokens_clusters(const Request& given, int head_size, int columns) 
   ClusterSizes s = cluster_sizes(given.kind, head_size, columns, false, false, true);
   if (!is_common(given.kind) || given.lengths == Lengths::kForLine) return false;
   if (has_either(given.kind, head_size, columns) && given.lengths == Lengths::kForClusters) {
-    const LineSizes single = line_sizes(given.kind, head_size, false, columns, false, false, true, true);
+    const LineSizes single = line_sizes(given.kind, head_size, false, columns, false, true, true);
     const LineSizes of_line = line_of_clusters(single, s);
     Request r = given;
     if (suits_tokens(r, of_line)) {
@@ -59,7 +59,7 @@ bool Planner::tokens_clusters(const Request& given, int head_size, int columns) 
 // Of elements that are to be widened: on the line, with the queries of a sequence as up to 16 columns; of nvfp4 up to twice, for
 // else a warp would leave halves of its tiles in shared memory, but not of few KV heads, for one block adds up what all leave.
 bool Planner::tokens_line(const Request& r, int columns) {
-  const LineSizes s = line_sizes(r.kind, 128, false, columns, false, false, false, true);
+  const LineSizes s = line_sizes(r.kind, 128, false, columns, false, false, true);
   const bool are_many = r.heads() >= d_.sms / 8;
   const int most_tiles = s.raw() && columns == 16 && are_many ? 2 : 1;
   return ceil_div(r.a.num_tokens, r.a.num_seqs) * r.group <= most_tiles * columns && suits_tokens(r, s) && lines(r, s);

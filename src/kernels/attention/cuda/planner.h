@@ -50,8 +50,7 @@ class Planner {
   int keys_alone(const ClusterSizes& s, int spans, int64_t heads, int round) const;
   int spans_for(const ClusterSizes& s, int64_t most, int blocks, int64_t room, int64_t heads) const;
   Clusters cluster_size(const Request& r, const ClusterSizes& s) const;
-  Clusters wide_size(const Request& r, const ClusterSizes& s, const Clusters& usual) const;
-  static KernelId cluster_kernel(const Request& r, const ClusterSizes& s, bool spans);
+  static KernelId cluster_kernel(const ClusterSizes& s, bool spans);
   bool clusters(const Request& r, const ClusterSizes& sizes, const Clusters& size);
   Step* clusters_or_line(const Request& r, const ClusterSizes& sizes, const LineSizes& of_line, const Clusters& size,
                          int queries);
@@ -67,14 +66,17 @@ class Planner {
 
   // cuda/plan_decode.cc
   static Tiling line_tiling(const Request& r, const LineSizes& s);
-  bool line_kernel(const Request& r, const LineSizes& s, bool by_token, bool deep = false);
+  bool line_kernel(const Request& r, const LineSizes& s, bool by_token);
   bool lines(const Request& r, const LineSizes& s, bool by_token = false);
   bool decode_either(const Request& r, const ClusterSizes& usual, const LineSizes& of_line);
-  bool folded(const Request& given, bool on_line);
+  bool folded_line(const Request& given);
+  bool folded_either(const Request& given);
   bool prefers_verify(const Request& r, const LineSizes& s) const;
   bool decode_clusters(Request r, const LineSizes& of_line);
   static bool may_prefer_verify(const LineSizes& s) { return is_common(s.kind) && !s.invariant && !s.packed; }
-  static bool may_fold(const LineSizes& s) { return may_prefer_verify(s) && s.head_size == 64; }
+  static bool may_fold(const Request& r, const LineSizes& s) {
+    return may_prefer_verify(s) && s.head_size == 64 && r.a.head_size > 32 && r.sees_all() && r.can_fold();
+  }
   bool decode(const Request& r);
 
   // cuda/plan_tokens.cc

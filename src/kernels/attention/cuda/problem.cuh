@@ -12,14 +12,6 @@ namespace pykv::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// A segment that several blocks worked on, noted by the block that finished it.
-struct Unfinished {
-  int first_block;  // -1: nothing to do
-  int step;         // from one block of the segment to the next
-  bool first_slot_is_head;
-  int query_begin, query_len, kv_head, head_tile, query_tile;
-};
-
 // The blocks that go along a line; and, if its segments are all alike, not quite as many that have whole ones and leave no
 // pieces, where there is such a number.
 struct LineBlocks {
@@ -38,7 +30,6 @@ struct Problem {
   Divider by_head_tiles, by_tile_tokens;
   int rows, kv_tile;              // tile sizes; kv_tile is a power of two
   int place_tokens;               // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
-  bool in_parts;                  // four warps at once take the parts of a chunk
   bool mixed;                     // prefill and another kernel, which takes other sequences, run at the same time
   int lead;                       // places in front of a segment; with batch_invariant none
   Divider by_grid;                // the main kernel's blocks
@@ -64,15 +55,26 @@ struct Problem {
   float* partial;                                 // [2 * grid][rows][pitch], not normalised; or the records of
                                                   // merge/exact.cuh, [2 * grid][rows][pitch / 4]
   float2* partial_stats;                          // [2 * grid][rows]: maximum (base 2) and sum
-  Unfinished* unfinished;                         // [grid]; or tickets
+  uint64_t* tickets;                              // [2 * grid]: merge/pieces.cuh; or notes, merge/combine.cuh
   Lengths lengths;                                // that the launch is for
   Balance balance;                                // if not for any
-  uint64_t ticket;                                // of the pieces that blocks leave for each other (merge/pieces.cuh)
+  uint64_t ticket;                                // of this launch
   Divider by_spans;  // clusters beside each other that share a sequence's keys (decode/spans.cuh),
   int keys_alone;    // if these are more than so many
 
   // Neither a window nor sparsity.
   __host__ __device__ bool sees_all() const { return window == kNoWindow && !sparse; }
+};
+
+// Problem's cache views in bytes, for the copies.
+struct CacheCopies {
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
+  int head_bytes;
+  bool key_token_fast;    // packed K: copy a chunk index's tokens side by side
+  uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
+  uint32_t value_dim;     // packed V: from one dimension to the next
+  int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
+  int part_tokens;        // packed: whole parts of so many tokens, for DecodeLoader::load_parts_of_pages
 };
 
 // What a line leaves for the kernel after it to add up (merge/combine.cuh): so many notes, of segments of so many items,

@@ -13,18 +13,6 @@
 
 namespace pykv::attention {
 
-// Problem's cache views in bytes, for the copies.
-struct CacheCopies {
-  int64_t key_block, key_token, key_head, value_block, value_token, value_head;
-  int head_bytes;
-  bool key_token_fast;    // packed K: copy a chunk index's tokens side by side
-  uint32_t key_chunk;     // packed K: from one 16-byte chunk of a key to the next
-  uint32_t value_dim;     // packed V: from one dimension to the next
-  int value_chunk_shift;  // packed V: log2 of the 16-byte chunks of a dimension that lie side by side
-  int whole_page;   // packed: the page size, if DecodeLoader::load_pages can copy a head's keys and values as one piece
-  int part_tokens;  // packed: whole parts of so many tokens, for DecodeLoader::load_parts_of_pages
-};
-
 constexpr int kGroupTokens = 8;  // looked up and addressed as one
 
 // A stride of the cache, taken so often; both fit in 32 bits.
@@ -350,10 +338,6 @@ CacheCopies cache_copies(const PagedAttentionArgs& a) {
     ++copies.value_chunk_shift;
   }
   if constexpr (S::kPackedV) {
-    const bool whole = copies.head_bytes == S::kRowBytes && copies.key_token == 16 &&
-                       k.chunk_stride * kBytes == 16 * a.block_size && a.value.token == 1 &&
-                       a.value.dim == a.block_size;
-    copies.whole_page = whole && (a.block_size == 16 || a.block_size == S::kTile) ? a.block_size : 0;
     copies.part_tokens = copies.key_token != 16         ? 0
                          : a.block_size % S::kTile == 0 ? S::kTile
                          : a.block_size % 16 == 0       ? 16

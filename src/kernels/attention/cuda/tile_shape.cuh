@@ -1,7 +1,7 @@
 // Sizes of one instantiation of the tensor-core kernels, and what lies in its shared memory.
 //
-// A team of threads shares a ring of stages and works on one tile after another.  With many rows the team is the block; with 16 it is
-// a warp, so that the four warps of a block, each at its quarter of a unit's tokens, wait for each other at the ends of chunks alone.
+// A team of threads shares a ring of stages and works on one tile after another.  With many rows the team is the block; with few,
+// which are columns of the products (decode/shape.cuh), it is a warp.
 #pragma once
 
 #include <type_traits>
@@ -19,12 +19,11 @@ struct Shape {
   using Mma = typename Element::Mma;
   static constexpr int kD = kHeadSize;
   static constexpr bool kPackedV = kPacked;
-  static constexpr bool kFew = kRowClass == RowClass::kFew || kRowClass == RowClass::kInvariantFew;
+  static constexpr bool kFew = kRowClass == RowClass::kFew;
   static constexpr bool kMore = kRowClass == RowClass::kMore || kRowClass == RowClass::kInvariantMore;
   static constexpr bool kMany = kRowClass == RowClass::kMany || kMore;
-  // With batch_invariant each row is computed in the steps of decode/columns.cuh, to the last bit.
-  static constexpr bool kInvariant = kRowClass == RowClass::kInvariantFew || kRowClass == RowClass::kInvariantMore;
-  static constexpr bool kWholeChunks = kInvariant && kMany;  // a warp has all parts of a chunk
+  // With batch_invariant each row is computed in the steps of decode/columns.cuh, to the last bit, and a warp has all parts of a chunk.
+  static constexpr bool kInvariant = kRowClass == RowClass::kInvariantMore;
   static constexpr int kBytes = Element::kBytes;
   static constexpr bool kNarrow = kBytes == 1;  // elements that registers widen
   static constexpr bool kNvfp4 = std::is_same_v<Element, ElementNvfp4>;
@@ -48,7 +47,7 @@ struct Shape {
   static constexpr bool kHalfLinesMeet = false;  // ... reads heads of 64 bytes with their neighbours
   static constexpr bool kFolded = false;         // ... takes two KV heads as one: decode/shape.cuh
   static constexpr bool kByToken = false;        // ... looks up a page for each token: decode/shape.cuh
-  static constexpr bool kQueriesInRegisters = kMore && kBytes == 2;
+  static constexpr bool kQueriesInRegisters = kMore && kBytes == 2 && kD <= 128;
 
   static constexpr int kBlock = kThreads;
   static constexpr int kGroups = 1;  // that compute, of four warps each: verify/cluster.cuh
@@ -62,14 +61,14 @@ struct Shape {
   static constexpr int kTileBytes = kTile * kRowBytes;
   static constexpr int kStageBytes = 2 * kTileBytes;  // keys, then values
 
-  static constexpr int kBlocksPerSm = kFew ? 1 : 2;
+  static constexpr int kBlocksPerSm = kFew || (kInvariant && kD == 256) ? 1 : 2;
   // Chips with 99 KB of shared memory for a block have room for two of 32 KB.
-  static constexpr bool kThreeStages = kFew || (kMore && !kWholeChunks && kStageBytes < 32 << 10);
+  static constexpr bool kThreeStages = kFew || (kMore && !kInvariant && kStageBytes < 32 << 10);
   static constexpr int kStages = kThreeStages ? 3 : 2;
   static constexpr int kSlots = kStages + 2;
   static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kQueryBytes = kQueriesInRegisters ? 0 : kRows * kD * 2;
-  static constexpr int kWaitingBytes = kWholeChunks ? (kD / 8 + 1) * kThreads * 16 : 0;  // a chunk's sums
+  static constexpr int kWaitingBytes = kInvariant && kD <= 128 ? (kD / 8 + 1) * kThreads * 16 : 0;  // a chunk's sums
 };
 
 // Of the warps that work on a tile together: which one a thread belongs to.

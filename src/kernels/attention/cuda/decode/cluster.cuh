@@ -17,7 +17,6 @@ struct ClusterShape : ColumnsShape<Element, kD, false, kQueries> {
   static constexpr ClusterSizes kSizes = cluster_sizes(kKindOf<Element>, kD, kQueries, kWide, kForAnyBatch, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = kTokens, kSpans = false;
   static constexpr int kWarps = kSizes.warps;  // at most
-  static constexpr bool kWideBlocks = kWide;
   // For which registers leave room, at least.
   static constexpr int kBlocksOfSm = kD <= 64 && kQueries <= 8 && !kWide ? 2 : 1;
   static constexpr int kStages = kSizes.stages, kRingBytes = kSizes.ring_bytes();  // there a warp leaves its sums
@@ -224,7 +223,6 @@ struct ClusterKernel {
 
   // row(column): whose results the column has.  parity: of the phase of the barrier.
   __device__ void finish(const State& state, int parity, auto&& row_of) const {
-    constexpr bool kInLoops = S::kWideBlocks;  // the warps may be few of kWarps
     constexpr int kRing = S::kRingBytes / 4;
     static_assert(S::kRingBytes >= Results::kLeftBytes);  // the warp's copies have all come and are read
     float* left = reinterpret_cast<float*>(rings);
@@ -234,7 +232,7 @@ struct ClusterKernel {
 #pragma unroll 1
     for (int x = threadIdx.x; x < items; x += blockDim.x) {
       const int column = x / kQuads, place = sum_place<S::kD>(column, results.tile_dimension(column, x % kQuads * 4));
-      const PartSum sum = PartSum::of_parts<S::kWarps, kInLoops>(
+      const PartSum sum = PartSum::of_parts<S::kWarps>(
           block.warps, [&](int w) { return exchange.stats.of[w][column]; },
           [&](int w) { return *reinterpret_cast<const float4*>(left + w * kRing + place); });
       if (p.cluster == 1) {  // for this thread
@@ -260,7 +258,7 @@ struct ClusterKernel {
 #pragma unroll 1
     for (int i = threadIdx.x; i < own; i += blockDim.x) {
       const int x = block.rank * each + i;
-      const PartSum sum = PartSum::of_parts<kMostBlocks, kInLoops>(
+      const PartSum sum = PartSum::of_parts<kMostBlocks>(
           p.cluster, [&](int b) { return exchange.part_stats[b * each + i]; },
           [&](int b) { return exchange.parts[b * each + i]; });
       if (block.spans() > 1) {
@@ -281,12 +279,15 @@ constexpr int cluster_shared_bytes(int warps) {
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksOfSm)
-    paged_attention_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  ClusterKernel<S> kernel{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes)};
-  kernel.run();
-}
+struct ClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = S::kBlocksOfSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    auto& exchange = *reinterpret_cast<Exchange<S>*>(memory + blockDim.x / 32 * S::kRingBytes);
+    ClusterKernel<S> kernel{p, copies, memory, exchange};
+    kernel.run();
+  }
+};
 
 // Does a kernel of these clusters have an instance that shares keys?
 template <class S>
@@ -300,7 +301,7 @@ void launch_clusters(const Problem& p, const Step& s, const Launch& launch) {
     if (s.spans > 1) return launch_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<ClusterBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

@@ -17,6 +17,7 @@
 
 #include "attention/cuda/decode/nvfp4_tile.cuh"
 #include "attention/cuda/decode/queries.cuh"
+#include "attention/cuda/online_softmax.cuh"
 #include "attention/cuda/tile_loader.cuh"
 #include "cuda/mma.cuh"
 
@@ -291,12 +292,9 @@ struct QueryColumns {
     add_values(stage + S::kTileBytes, valid, weights, state);
   }
 
-  // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  With
-  // batch_invariant it is a whole number, which makes its powers exact, and each query's own affair: one beside it
-  // changes nothing; and weights are added up as in generic/softmax.cuh.
+  // Scores to weights.  With batch_invariant they are added up as in generic/softmax.cuh.
   __device__ void weigh(int i, const float (&s)[kParts][4], State& state,
                         uint32_t (&weights)[kParts][kTerms][2]) const {
-    constexpr float kLag = 8;
     float scale[2], top[2], base[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -304,25 +302,18 @@ struct QueryColumns {
       float x = -INFINITY;
 #pragma unroll
       for (int t = 0; t < kParts; ++t) x = fmaxf(x, fmaxf(s[t][e], s[t][2 + e]));
-      top[e] = fmaxf(x * scale[e], state.maximum[i][e]);
+      top[e] = x * scale[e];
     }
-    if (__any_sync(~0u, top[0] > state.maximum[i][0] + kLag || top[1] > state.maximum[i][1] + kLag)) {
+    follow_maxima<4, 32>(top, state.maximum[i], [&](int e, float factor) {
+      state.sum[i][e] *= factor;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        for (int m = 4; m < 32; m *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], m));
-        if (S::kInvariant) top[e] = top[e] > state.maximum[i][e] + kLag ? ceilf(top[e]) : state.maximum[i][e];
-        const float rescale = power_of_2(state.maximum[i][e] - (top[e] == -INFINITY ? 0.f : top[e]));
-        state.maximum[i][e] = top[e];
-        state.sum[i][e] *= rescale;
-#pragma unroll
-        for (int n = 0; n < kSums; ++n) {
-          state.o[i][n][e] *= rescale;
-          state.o[i][n][2 + e] *= rescale;
-        }
+      for (int n = 0; n < kSums; ++n) {
+        state.o[i][n][e] *= factor;
+        state.o[i][n][2 + e] *= factor;
       }
-    }
+    });
 #pragma unroll
-    for (int e = 0; e < 2; ++e) base[e] = state.maximum[i][e] == -INFINITY ? 0.f : state.maximum[i][e];
+    for (int e = 0; e < 2; ++e) base[e] = base_of(state.maximum[i][e]);
 #pragma unroll
     for (int t = 0; t < kParts; ++t) {
       [[maybe_unused]] float before[2];

@@ -32,20 +32,22 @@ __device__ bool run_clusters(ClusterKernel<S>& clusters) {
 }
 
 template <class S, class Line>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_either_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  ClusterKernel<S> clusters{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)};
-  if (!run_clusters(clusters)) run_decode_line<Line>(p, copies, memory);
-}
+struct EitherBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
 
-// A kernel that can be clusters of S or the line.
-template <auto kKernel, class S, class Line>
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    ClusterKernel<S> clusters{p, copies, memory, *reinterpret_cast<Exchange<S>*>(memory + S::kWarps * S::kRingBytes)};
+    if (!run_clusters(clusters)) run_decode_line<Line>(p, copies, memory);
+  }
+};
+
+// Blocks that can be clusters of S or the line.
+template <class Block, class S, class Line>
 void launch_clusters_or_line(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(S::kWarps == Line::kWarps && !S::kInvariant);
   static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
   static_assert(decode_shared_bytes<Line>() == Line::kSizes.shared_bytes());
-  launch_step<kKernel>(p, s, s.shared_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<Block>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
 // By blocks as the line has them, if an SM has one; else by those of clusters, of twelve warps where elements are to be
@@ -54,11 +56,11 @@ template <class Usual, class Wide, class Line>
 void launch_either(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (Line::kWarps == Wide::kWarps && Line::kBlocksPerSm == 1) {
     using Same = SeesAll<Line>;
-    launch_clusters_or_line<paged_attention_either_kernel<Wide, Same>, Wide, Same>(p, s, launch);
+    launch_clusters_or_line<EitherBlock<Wide, Same>, Wide, Same>(p, s, launch);
   } else {
     using Cluster = std::conditional_t<Line::kNarrow, Wide, Usual>;
     using Other = LineOfClusters<Line, Cluster>;
-    launch_clusters_or_line<paged_attention_either_kernel<Cluster, Other>, Cluster, Other>(p, s, launch);
+    launch_clusters_or_line<EitherBlock<Cluster, Other>, Cluster, Other>(p, s, launch);
   }
 }
 

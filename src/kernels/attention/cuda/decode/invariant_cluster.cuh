@@ -1,8 +1,7 @@
 // Decoding for few sequences with batch_invariant, by clusters of blocks as in decode/cluster.cuh.
 //
-// In a long round each warp of the cluster takes a chunk (merge/exact.cuh), as long as there are chunks for all.
-// Then four warps, a team, take one as they do on the line, in rounds for all teams of the cluster.  The sums of a chunk go as
-// they are to the blocks that finish the columns.  Where these have no room for so many, each thread keeps a record.
+// Four warps, a team, take a chunk (merge/exact.cuh) as they do on the line, in rounds for all teams of the cluster.  The sums of a
+// chunk go as they are to the blocks that finish the columns.  Where these have no room for so many, each thread keeps a record.
 //
 // Chain: length, pages and queries at once -> tiles -> sums -> one exchange -> output.
 #pragma once
@@ -22,9 +21,8 @@ struct InvariantClusterKernel {
   using PageWords = typename Table::PageWords;
   using FirstLoads = typename Table::FirstLoads;
   using Exchange = typename Sums::Exchange;
-  using Chunk = typename Teams::Chunk;
   using Kept = typename Teams::Kept;
-  static constexpr int kParts = Sums::kParts, kQuads = Sums::kQuads, kLeafBytes = Sums::kLeafBytes;
+  static constexpr int kLeafBytes = Sums::kLeafBytes;
   static constexpr int kTeamWarps = Teams::kTeamWarps, kGroups = Table::kGroups;
   static constexpr int kTile = S::kTile, kStages = S::kStages, kPartTiles = kPartTokens / kTile;
   static_assert(kPartTokens == 16 * kGroupTokens);  // half a warp looks up a part
@@ -44,7 +42,6 @@ struct InvariantClusterKernel {
 
   // ---- who takes what -----------------------------------------------------------------------------------------------
 
-  int long_rounds = 0;      // of chunks for all warps
   int rounds = 0;           // of chunks for all teams
   int chunks = 0;           // of all blocks of the cluster
   bool by_records = false;  // what the blocks send
@@ -56,37 +53,29 @@ struct InvariantClusterKernel {
     sums.block.use_spans(len);
     if (sums.block.spans() > 1) chunks = p.by_spans.quotient(chunks + sums.block.spans() - 1 - sums.block.span());
     rounds = p.by_round.quotient(chunks + teams * cluster - 1);
-    long_rounds = rounds / kTeamWarps;
-    rounds %= kTeamWarps;
     by_records = sums.leaf_places(chunks, each) * Sums::kLeafBytes > p.exchange_bytes;
   }
 
-  // These of the cluster's if there were so many long rounds; what lies past the end does not exist.
-  __device__ int chunk_of(int long_rounds, int run) const {
-    const int short_run = run - long_rounds * kParts;
-    return (short_run < 0 ? run / kParts * warps + warp : long_rounds * warps + short_run * teams + team) * cluster +
-           rank;
-  }
+  // The team's, of the cluster's; what lies past the end does not exist.
+  __device__ int chunk_of(int round) const { return (round * teams + team) * cluster + rank; }
 
   // Of this warp's i-th tile.
-  __device__ int first_token(int long_rounds, int i) const {
-    const int run = i / kPartTiles, part = run < long_rounds * kParts ? run % kParts : warp % kTeamWarps;
-    const int chunk = chunk_of(long_rounds, run) * sums.block.spans() + sums.block.span();
-    return chunk * kChunkTokens + part * kPartTokens + i % kPartTiles * kTile;
+  __device__ int first_token(int i) const {
+    const int chunk = chunk_of(i / kPartTiles) * sums.block.spans() + sums.block.span();
+    return chunk * kChunkTokens + warp % kTeamWarps * kPartTokens + i % kPartTiles * kTile;
   }
 
   // Lane: of the tile lane % 16 / kGroups after the i-th, eight tokens.
-  __device__ int token_to_look_up(int long_rounds, int i) const {
-    return first_token(long_rounds, i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
+  __device__ int token_to_look_up(int i) const {
+    return first_token(i + lane % 16 / kGroups) + lane % kGroups * kGroupTokens;
   }
-  __device__ PageWords look_up_tiles(int long_rounds, int i, int end) const {
-    const int token = token_to_look_up(long_rounds, i);
+  __device__ PageWords look_up_tiles(int i, int end) const {
+    const int token = token_to_look_up(i);
     return loader.table.ask_for_page(sequence, token, token < end);
   }
 
-  // In a long round for the second half of the lanes.
   __device__ FirstLoads find_first_loads() const {
-    const int token = token_to_look_up(lane / 16, 0);
+    const int token = token_to_look_up(0);
     return loader.table.find_first_loads(sequence, token, token < p.a.max_seq_len);
   }
 
@@ -105,7 +94,7 @@ struct InvariantClusterKernel {
     if (blockIdx.x < p.early_blocks) {
       const int guess = loader.table.early_length(sequence);
       share(static_cast<int>(clamp(guess, 0, p.a.max_seq_len)));
-      loader.table.foresee(sequence, kv_head, guess, first_token(long_rounds, 0));
+      loader.table.foresee(sequence, kv_head, guess, first_token(0));
     }
     if constexpr (S::kSpans) first = find_first_loads();
     wait_for_previous_kernel();
@@ -123,15 +112,11 @@ struct InvariantClusterKernel {
     share(len);
     if constexpr (S::kSpans) {
       if (sums.block.is_left_out()) return cluster_wait();
-      if (sums.block.spans() != guessed_spans) ids = look_up_tiles(lane / 16, 0, len).id();
+      if (sums.block.spans() != guessed_spans) ids = look_up_tiles(0, len).id();
     }
-    int ids_at = long_rounds > 0 ? 16 / kGroups : 0;
-    const int tiles = (long_rounds * kParts + rounds) * kPartTiles;
-    Chunk chunk;
-    parts.clear_chunk(chunk);
+    const int tiles = rounds * kPartTiles;
     Kept kept;
-    kept.near.clear();
-    for (ExactQuad& x : kept.far) x.clear();
+    kept.clear();
 
     const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
     uint32_t valid[kStages];  // of tiles i to i + stages - 1
@@ -145,17 +130,13 @@ struct InvariantClusterKernel {
       if (next < tiles) {
         token += kTile;
         if (next % kPartTiles == 0) {
-          token = first_token(long_rounds, next);
-          if (next > 0) {
-            ids = later_ids.id();
-            ids_at = 0;
-          }
-          later_ids = look_up_tiles(long_rounds, next + kPartTiles, len);
+          token = first_token(next);
+          if (next > 0) ids = later_ids.id();
+          later_ids = look_up_tiles(next + kPartTiles, len);
         }
         part.first_token = token;
         if (part.first_token < len) {
-          part.valid =
-              loader.start(stage0 + free * S::kStageBytes, part, Table::pages_of(ids, next % kPartTiles + ids_at));
+          part.valid = loader.start(stage0 + free * S::kStageBytes, part, Table::pages_of(ids, next % kPartTiles));
         }
       }
       cp_async_commit();
@@ -172,23 +153,17 @@ struct InvariantClusterKernel {
         if (cluster <= 2 || len <= 2048) let_next_kernel_start();
       }
       if (i >= tiles) break;
-      if (!state.plain) part.first_token = first_token(long_rounds, i);
+      if (!state.plain) part.first_token = first_token(i);
       part.valid = valid[0];
       cp_async_wait<kStages - 1>();
       __syncwarp();  // the tile is there
       loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
       __syncwarp();  // its stage is free
       if ((i + 1) % kPartTiles == 0) {
-        const int run = i / kPartTiles;
-        const bool whole = run < long_rounds * kParts;
-        if (whole) parts.end_part(state, chunk);
-        if (!whole || run % kParts == kParts - 1) {
-          if (whole) parts.take_chunk(chunk, state);
-          if (by_records) {
-            parts.end_chunk(state, at, whole, kept);
-          } else {
-            send_chunk(state, at, whole, chunk_of(long_rounds, run));
-          }
+        if (by_records) {
+          parts.end_chunk(state, at, kept);
+        } else {
+          send_chunk(state, at, chunk_of(i / kPartTiles));
         }
       }
       at = after(at);
@@ -207,25 +182,16 @@ struct InvariantClusterKernel {
     return sums.exchange_at(reinterpret_cast<char*>(barrier()) + kBarrierBytes, barrier(), chunks);
   }
 
-  // What this warp, or its team, found in a chunk; through a stage that it is done with.
-  __device__ void send_chunk(State& state, int stage, bool whole, int chunk) const {
+  // What this team found in a chunk; through a stage that it is done with.
+  __device__ void send_chunk(State& state, int stage, int chunk) const {
     const Exchange to = exchange();
-    if (whole) {
-      const float* left = parts.leave_for_warp(state, stage);
+    parts.leave_in_team(state, stage);
 #pragma unroll 1
-      for (int item = lane; chunk < chunks && item < items; item += 32) {
-        sums.send_leaf(to, chunk, item, parts.stats_of(warp)[item / kQuads], parts.left_at(left, item));
-      }
-      __syncwarp();
-    } else {
-      parts.leave_in_team(state, stage);
-#pragma unroll 1
-      for (int item = threadIdx.x % kThreads; chunk < chunks && item < items; item += kThreads) {
-        const PartsOfChunk sum = parts.parts_left(stage, item);
-        sums.send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
-      }
-      parts.sync_team();
+    for (int item = threadIdx.x % kThreads; chunk < chunks && item < items; item += kThreads) {
+      const PartsOfChunk sum = parts.parts_left(stage, item);
+      sums.send_leaf(to, chunk, item, {sum.maximum, sum.sum}, sum.o);
     }
+    parts.sync_team();
     ColumnQueries<S>::clear_sums(state);
   }
 
@@ -258,14 +224,15 @@ struct InvariantClusterKernel {
 };
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_invariant_cluster_kernel(const __grid_constant__ Problem p,
-                                             const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  InvariantClusterKernel<S> kernel{p, copies, memory,
-                                   reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes)};
-  kernel.run();
-}
+struct InvariantClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    auto* stats = reinterpret_cast<float2*>(memory + blockDim.x / 32 * S::kRingBytes);
+    InvariantClusterKernel<S> kernel{p, copies, memory, stats};
+    kernel.run();
+  }
+};
 
 template <class S>
 void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& launch) {
@@ -276,7 +243,7 @@ void launch_invariant_clusters(const Problem& p, const Step& s, const Launch& la
     if (s.spans > 1) return launch_invariant_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_invariant_cluster_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<InvariantClusterBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

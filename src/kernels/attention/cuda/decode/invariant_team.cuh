@@ -1,5 +1,5 @@
-// Clusters of blocks with batch_invariant: what warps make of their parts of a chunk (merge/exact.cuh), and teams of four
-// warps of what these found.
+// Decoding with batch_invariant: a team of four warps takes the parts of a chunk (merge/exact.cuh), each in sums of its own, and
+// adds them up.  On the line a block is a team, in clusters it may have several.
 #pragma once
 
 #include "attention/cuda/decode/queries.cuh"
@@ -7,7 +7,8 @@
 
 namespace pykv::attention {
 
-template <class S>
+// kInRegisters: what a thread keeps of chunks, if that is twice four columns.
+template <class S, bool kInRegisters = false>
 struct InvariantTeams {
   using Queries = ColumnQueries<S>;
   using State = typename Queries::State;
@@ -20,6 +21,11 @@ struct InvariantTeams {
   static constexpr int kKept = (S::kColumns * kQuads + kThreads - 1) / kThreads;
   struct Kept {
     ExactQuad near, far[kKept > 1 ? kKept - 1 : 1];
+
+    __device__ void clear() {
+      near.clear();
+      for (ExactQuad& x : far) x.clear();
+    }
   };
 
   const Problem& p;
@@ -53,8 +59,12 @@ struct InvariantTeams {
       if (item < items) body(x, item);
     };
     visit(0, kept.near);
+    if constexpr (kInRegisters && kKept == 2) {
+      visit(1, kept.far[0]);
+    } else {
 #pragma unroll 1
-    for (int j = 1; j < kKept && j * kThreads < items; ++j) visit(j, kept.far[hidden(j - 1)]);
+      for (int j = 1; j < kKept && j * kThreads < items; ++j) visit(j, kept.far[hidden(j - 1)]);
+    }
   }
 
   // A warp's sums, each lane's in four neighbouring places.
@@ -89,75 +99,9 @@ struct InvariantTeams {
     return {x[0], x[1], x[2], x[3]};
   }
 
-  // Of the parts of a chunk that a warp has for itself.
-  struct Chunk {
-    float o[Queries::kQueryTiles][kD / 16][4];
-    float maximum[Queries::kQueryTiles][2], sum[Queries::kQueryTiles][2];
-  };
-
-  static __device__ void clear_chunk(Chunk& chunk) {
-#pragma unroll
-    for (int i = 0; i < Queries::kQueryTiles; ++i) {
-      for (int e = 0; e < 2; ++e) {
-        chunk.maximum[i][e] = -INFINITY;
-        chunk.sum[i][e] = 0;
-      }
-#pragma unroll
-      for (auto& o : chunk.o[i]) {
-        for (float& x : o) x = 0;
-      }
-    }
-  }
-
-  // The chunk's sums, where those of a part lay.
-  __device__ void take_chunk(Chunk& chunk, State& state) const {
-#pragma unroll
-    for (int i = 0; i < Queries::kQueryTiles; ++i) {
-      for (int e = 0; e < 2; ++e) {
-        state.maximum[i][e] = chunk.maximum[i][e];
-        state.sum[i][e] = lane / 4 == 0 ? chunk.sum[i][e] : 0.f;  // of all lanes
-      }
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n) {
-        for (int h = 0; h < 4; ++h) state.o[i][n][h] = chunk.o[i][n][h];
-      }
-    }
-    clear_chunk(chunk);
-  }
-
-  // As PartsOfChunk does it.
-  __device__ void end_part(State& state, Chunk& chunk) const {
-#pragma unroll
-    for (int i = 0; i < Queries::kQueryTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = state.sum[i][e];
-        for (int m = 4; m < 32; m *= 2) sum += __shfl_xor_sync(~0u, sum, m);
-        const float top = fmaxf(chunk.maximum[i][e], state.maximum[i][e]), base = top == -INFINITY ? 0.f : top;
-        const float old = power_of_2(chunk.maximum[i][e] - base), weight = power_of_2(state.maximum[i][e] - base);
-        chunk.maximum[i][e] = top;
-        chunk.sum[i][e] = fmaf(sum, weight, chunk.sum[i][e] * old);
-#pragma unroll
-        for (int n = 0; n < kD / 16; ++n) {
-          for (int h = e; h < 4; h += 2) {
-            chunk.o[i][n][h] = fmaf(state.o[i][n][h], weight, chunk.o[i][n][h] * old);
-          }
-        }
-      }
-    }
-    Queries::clear_sums(state);
-  }
-
   // What the team's warps found, where all of them find it: in a stage that they are done with.
   __device__ const float* left_by(int w, int stage) const {
     return reinterpret_cast<const float*>(rings + stage * S::kStageBytes) + (team * kTeamWarps + w) * kRing;
-  }
-
-  __device__ const float* leave_for_warp(const State& state, int stage) const {
-    float* left = const_cast<float*>(left_by(warp % kTeamWarps, stage));
-    leave(state, left, stats_of(warp));
-    __syncwarp();
-    return left;
   }
 
   __device__ void leave_in_team(const State& state, int stage) const {
@@ -165,30 +109,22 @@ struct InvariantTeams {
     sync_team();
   }
 
-  __device__ void add_left(PartsOfChunk& sum, int w, int stage, int item) const {
-    sum.add(stats_of(team * kTeamWarps + w)[item / kQuads], left_at(left_by(w, stage), item));
-  }
-
   // Parts of a chunk that they left, added up.
   __device__ PartsOfChunk parts_left(int stage, int item) const {
     PartsOfChunk sum;
 #pragma unroll
-    for (int w = 0; w < kTeamWarps; ++w) add_left(sum, w, stage, item);
+    for (int w = 0; w < kTeamWarps; ++w) {
+      sum.add(stats_of(team * kTeamWarps + w)[item / kQuads], left_at(left_by(w, stage), item));
+    }
     return sum;
   }
 
-  // A team adds up what its warps found, a part of a chunk each or a chunk.
-  __device__ void end_chunk(State& state, int stage, bool whole, Kept& kept) const {
+  // A team adds up what its warps found of a chunk.
+  __device__ void end_chunk(State& state, int stage, Kept& kept) const {
     leave_in_team(state, stage);
     for_each_kept(kept, [&](ExactQuad& x, int item) {
-      PartsOfChunk sum;
-#pragma unroll 1
-      for (int w = 0; w < kTeamWarps; ++w) {
-        add_left(sum, w, stage, item);
-        if (!whole && w < kTeamWarps - 1) continue;
-        x.add(sum.o, sum.sum, sum.maximum);
-        sum = {};
-      }
+      const PartsOfChunk sum = parts_left(stage, item);
+      x.add(sum.o, sum.sum, sum.maximum);
     });
     sync_team();  // the stage is free
     Queries::clear_sums(state);

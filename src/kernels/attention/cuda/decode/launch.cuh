@@ -11,16 +11,17 @@ namespace pykv::attention {
 template <class Element, int kQueries>
 void launch_folded(const Problem& p, const Step& s, const Launch& launch) {
   using Line = SeesAll<Folded<DecodeShape<Element, 128, false, kQueries, false>>>;
-  using Single = SeesAll<Folded<DecodeShape<Element, 128, false, kQueries, false, false, true>>>;
-  using Usual = Folded<ClusterShape<Element, 128, kQueries, false, false>>;
-  if constexpr (has_line(Line::kSizes)) {
-    if (s.instance.kernel == KernelId::kFoldedLine) return launch_lines<Line, Single>(p, s, launch);
-  }
+  using Single = SeesAll<Folded<DecodeShape<Element, 128, false, kQueries, false, true>>>;
   if constexpr (kQueries == 8) {
+    using Usual = Folded<ClusterShape<Element, 128, kQueries, false, false>>;
     using Wide = Folded<ClusterShape<Element, 128, kQueries, true, false>>;
     if (s.instance.kernel == KernelId::kFoldedEither) return launch_either<Usual, Wide, Line>(p, s, launch);
   }
-  launch_clusters<Usual>(p, s, launch);
+  if constexpr (has_line(Line::kSizes)) {
+    launch_lines<Line, Single>(p, s, launch);
+  } else {
+    fail_without_instance(p, s);
+  }
 }
 
 // Few sequences over rows of tokens, by clusters or by a kernel that can be these.
@@ -36,13 +37,13 @@ void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launc
     using Wide = ClusterShape<Element, kD, kQueries, kD == 128 || !Line::kNarrow, false>;
     if (s.instance.kernel == KernelId::kDecodeEither) {
       if constexpr (Line::kHeads > 1) {
-        using Single = DecodeShape<Element, kD, false, kQueries, false, false, true>;
+        using Single = DecodeShape<Element, kD, false, kQueries, false, true>;
         if (s.instance.single) return launch_either<Usual, Wide, Single>(p, s, launch);
       }
       return launch_either<Usual, Wide, Line>(p, s, launch);
     }
   }
-  if constexpr (kD == 128 && kQueries <= 8) {
+  if constexpr (kD == 128 && kQueries <= 8 && Element::kBytes == 1) {
     if (s.instance.wide) return launch_clusters<ClusterShape<Element, kD, kQueries, true, false>>(p, s, launch);
   }
   launch_clusters<Usual>(p, s, launch);
@@ -52,15 +53,7 @@ void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launc
 template <class Element, int kD>
 void launch_decode_invariant(const Problem& p, const Step& s, const Launch& launch) {
   using Line = DecodeShape<Element, kD, false, 8, true>;
-  if (s.instance.kernel == KernelId::kInvariantLine) {
-    if constexpr (Line::kNarrow && Line::kBlocksPerSm == 3) {
-      if (s.instance.deep) return launch_line<DecodeShape<Element, kD, false, 8, true, true>>(p, s, launch);
-    }
-    return launch_line<Line>(p, s, launch);
-  }
-  if constexpr (kD == 128) {
-    if (s.instance.wide) return launch_invariant_clusters<ClusterShape<Element, kD, 8, true, true>>(p, s, launch);
-  }
+  if (s.instance.kernel == KernelId::kInvariantLine) return launch_line<Line>(p, s, launch);
   launch_invariant_clusters<ClusterShape<Element, kD, 8, false, true>>(p, s, launch);
 }
 
@@ -76,7 +69,7 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
       return launch_clusters<ClusterShape<Element, kD, kQueries, false, false>>(p, s, launch);
   }
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, false>;
-  using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, false, true>;
+  using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, true>;
   if constexpr (has_line(Line::kSizes)) {
     launch_lines<Line, Single>(p, s, launch);
   } else {
@@ -85,7 +78,7 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
 }
 
 template <class Element>
-void launch_decode(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_decode(const Problem& p, const Step& s, const Launch& launch) {
   const Instance& of = s.instance;
   if constexpr (kIsCommon<Element>) {
     if (of.folded)

@@ -9,17 +9,13 @@
 // Floor: KV bytes / bandwidth + the chain length -> page -> tile.
 #pragma once
 
-#include "attention/cuda/decode/chunks.cuh"
+#include "attention/cuda/decode/invariant_team.cuh"
 #include "attention/cuda/decode/loader.cuh"
 #include "attention/cuda/decode/walk.cuh"
 #include "attention/cuda/launch.cuh"
 #include "cuda/mbarrier.cuh"
 
 namespace pykv::attention {
-
-// A warp's TileParts: where chunks end after the next copies have started, that of the tile before, too.
-template <class S>
-constexpr int kPartsOfWarp = S::kStages + (S::kInvariant && !S::kLate);
 
 template <class S>
 struct DecodeKernel {
@@ -28,7 +24,6 @@ struct DecodeKernel {
   using State = typename ColumnQueries<S>::State;
   using Walk = typename Line::Walk;
   using PageWords = typename DecodePages<S>::PageWords;
-  using Chunks = ChunkSums<S>;
   using Part = PartOf<S>;
   static constexpr int kD = S::kD, kTile = S::kTile, kStages = S::kStages, kHeads = S::kHeads, kQuads = Results::kQuads;
   static constexpr int kLead = Line::kLead, kPlaceUnits = Line::kPlaceUnits, kUnitTokens = Line::kUnitTokens;
@@ -39,13 +34,11 @@ struct DecodeKernel {
   Part* parts;  // the warp's
   char* rings;  // all warps' stages
   ColumnStats<S>& stats;
-  float* chunk_left;  // with batch_invariant
 
   DecodeLoader<S> loader{p, copies};
   ColumnQueries<S> queries{p};
   Results results{p};
   Line line{p, {p, copies}, share};
-  Chunks chunks{p};  // with batch_invariant
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
   // ---- the loop -----------------------------------------------------------------------------------------------------
@@ -53,8 +46,8 @@ struct DecodeKernel {
   // Of this warp's tile in a unit of the segment.
   __device__ int first_token(const Walk& w, int unit) const {
     if constexpr (S::kInvariant) {
-      static_assert(kPlaceUnits == Chunks::kPartTiles);
-      return chunks.token_in_chunk(unit / kPlaceUnits, unit % kPlaceUnits);
+      static_assert(kPlaceUnits * kTile == kPartTokens);
+      return unit / kPlaceUnits * kChunkTokens + warp * kPartTokens + unit % kPlaceUnits * kTile;
     }
     return (w.skipped + unit) * kUnitTokens + warp / kHeads * kTile;
   }
@@ -175,9 +168,6 @@ struct DecodeKernel {
 
   __device__ void join(const CutSegment& u) const {
     using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
-    constexpr int kAtOnce = S::kInvariant ? 2 : 8;
-    const auto slot_of = [&u](int i) { return u.slot(i); };
-    if (!are_there(p, u.pieces, slot_of)) return;
     Part part{};
     part.sequence = u.sequence;
     if constexpr (S::kManyTokens) {
@@ -187,46 +177,32 @@ struct DecodeKernel {
       part.query_len = s.query_len;
       part.query_tile = u.query_tile;
     }
-#pragma unroll 1
-    for (int x = threadIdx.x; x < kHeads * queries.columns() * kQuads; x += S::kWarps * 32) {
-      const int row_of_piece = x / kQuads, quad = x % kQuads;
-      Sum sum = Sum::empty();
-#pragma unroll 1
-      for (int first = 0; first < u.pieces; first += kAtOnce) {
-        Sum piece[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) piece[k] = Sum::load(p, u.slot(first + k), row_of_piece, quad);
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-          if (first + k < u.pieces) sum.add(piece[k]);
-        }
-      }
-      const int head = head_of(row_of_piece), kv_head = u.kv_head + head;
-      const int column = row_of_piece - head * queries.columns();
-      const Row row = row_of_part(part, kv_head, column);
-      if (S::kManyTokens && !row.valid) continue;
-      store_output<S>(p, row, quad * 4, sum.finish(p, row, queries.kv_head_of(kv_head, column)));
-    }
-    forget(p, u.pieces, slot_of);
+    join_pieces<Sum>(
+        p, u.pieces, [&u](int i) { return u.slot(i); }, kQuads, 0, kHeads * queries.columns() * kQuads,
+        [&](int item, const Sum& sum) {
+          const int row_of_piece = item / kQuads, head = head_of(row_of_piece), kv_head = u.kv_head + head;
+          const int column = row_of_piece - head * queries.columns();
+          const Row row = row_of_part(part, kv_head, column);
+          if (S::kManyTokens && !row.valid) return;
+          store_output<S>(p, row, item % kQuads * 4, sum.finish(p, row, queries.kv_head_of(kv_head, column)));
+        });
   }
 
-  // The same with batch_invariant; `part`: the last tile of a chunk.
-  __device__ void end_chunk(const Part& part, State& state, auto& near, auto& far) const {
-    chunks.end_chunk(state, chunk_left, stats.of, near, far);
+  // The same with batch_invariant: the warps are a team.  `part`: the last tile of a chunk, whose stage they are done with.
+  __device__ void end_chunk(const auto& team, const Part& part, int stage, State& state, auto& kept) const {
+    __syncwarp();  // all lanes have read what lay there
+    team.end_chunk(state, stage, kept);
     if (!part.ends) return;
-    chunks.for_each_kept(
-        near, far, [](int) {},
-        [&](ExactQuad& kept, int column, int d) {
-          if (part.slot >= 0) {
-            ExactQuad::at(p, part.slot, column, d / 4) = kept;
-          } else {
-            const Row row = results.row_of_column(part.sequence, part.len, part.kv_head, column);
-            store_output<S>(p, row, d, kept.finish(p, row, part.kv_head));
-          }
-        });
-    Chunks::clear_kept(near, far);
+    team.for_each_kept(kept, [&](ExactQuad& sum, int item) {
+      const int column = item / kQuads, quad = item % kQuads;
+      if (part.slot >= 0) {
+        ExactQuad::at(p, part.slot, column, quad) = sum;
+      } else {
+        const Row row = results.row_of_column(part.sequence, part.len, part.kv_head, column);
+        store_output<S>(p, row, quad * 4, sum.finish(p, row, part.kv_head));
+      }
+      sum.clear();
+    });
   }
 
   // Pages of the tiles from `first` on, as look_up_tiles() gives them.
@@ -290,17 +266,13 @@ struct DecodeKernel {
         end_segment(part, state, offset);
       });
     } else {
-      typename Chunks::Near near;
-      typename Chunks::Far far;
-      Chunks::clear_kept(near, far);
-      const auto end_part = [&](const Part& part, State& state) {
-        if (part.ends_chunk) end_chunk(part, state, near, far);
-      };
-      if constexpr (S::kLate) {
-        attend_segments(w, pages, [&](const Part& part, int, int, State& state) { end_part(part, state); });
-      } else {
-        attend_chunks(w, pages, end_part);
-      }
+      using Team = InvariantTeams<S, true>;  // adding to memory, which the keys drive out of the L1, would take 2 us
+      const Team team{p, rings, stats.of[0]};
+      typename Team::Kept kept;
+      kept.clear();
+      attend_segments(w, pages, [&](const Part& part, int, int offset, State& state) {
+        if (part.ends_chunk) end_chunk(team, part, offset / S::kStageBytes, state, kept);
+      });
     }
     let_next_kernel_start();
     end_share(w);
@@ -352,77 +324,42 @@ struct DecodeKernel {
       at = after(at);
     }
   }
-
-  // The same with batch_invariant where copies are not late.  Those of the tile after the next ones start before a chunk is added
-  // up, and so do loads of a new segment's queries.  In this order, with that at the end of an iteration, the compiler leaves sums
-  // where the MMAs want them.
-  __device__ void attend_chunks(Walk& w, LookedUp& pages, auto&& end) const {
-    State state;
-    const uint32_t stage0 = shared_address(rings + warp * S::kRingBytes);
-    int at = 0;            // the stage of tile i, and of tile i + stages
-    int next = 0, on = 0;  // what `parts` has of these
-    const auto next_part = [](int i) { return i == kPartsOfWarp<S> - 1 ? 0 : i + 1; };
-#pragma unroll 1
-    for (int i = -kStages;; ++i) {
-      if (i >= 0) {
-        __syncwarp();
-        const Part part = parts[on];
-        if (!part.exists) break;
-        if (part.begins) queries.settle(part.kv_head, state);
-        cp_async_wait<kStages - 1>();
-        __syncwarp();  // the tile is there
-        loader.attend(rings + warp * S::kRingBytes, at * S::kStageBytes, part, state);
-        __syncwarp();  // its stage is free
-      }
-      const Part started = start_next(w, pages, stage0 + at * S::kStageBytes, i == -kStages);
-      if (lane == 0) parts[next] = started;
-      next = next_part(next);
-      at = after(at);
-      if (i < -1) continue;
-      __syncwarp();
-      const int following = i < 0 ? on : next_part(on);
-      const Part& part = parts[following];
-      if (part.exists && part.begins) fetch(part, state);
-      if (i < 0) continue;
-      end(parts[on], state);
-      on = following;
-    }
-  }
 };
 
 // ---- the kernel, its shared memory, and its launch ------------------------------------------------------------------
 
 template <class S>
 constexpr int decode_shared_bytes() {
-  return S::kWarps * (S::kRingBytes + kPartsOfWarp<S> * static_cast<int>(sizeof(PartOf<S>))) +
-         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare)) + (S::kInvariant ? ChunkSums<S>::kLeftBytes : 0);
+  return S::kWarps * (S::kRingBytes + S::kStages * static_cast<int>(sizeof(PartOf<S>))) +
+         static_cast<int>(sizeof(ColumnStats<S>) + sizeof(LineShare));
 }
 
 template <class S>
 __device__ void run_decode_line(const Problem& p, const CacheCopies& copies, char* memory) {
   auto* stats = reinterpret_cast<ColumnStats<S>*>(memory + S::kWarps * S::kRingBytes);
   auto* all_parts = reinterpret_cast<PartOf<S>*>(stats + 1);
-  auto* parts = all_parts + threadIdx.x / 32 * kPartsOfWarp<S>;
-  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * kPartsOfWarp<S>);
-  auto* left = reinterpret_cast<float*>(share + 1);
-  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats, left};
+  auto* parts = all_parts + threadIdx.x / 32 * S::kStages;
+  auto* share = reinterpret_cast<LineShare*>(all_parts + S::kWarps * S::kStages);
+  DecodeKernel<S> kernel{p, copies, *share, parts, memory, *stats};
   kernel.run();
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocksPerSm)
-    paged_attention_decode_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  if constexpr (S::kManyTokens) {
-    if (!takes_call(p)) return leave_call();
+struct DecodeLineBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    if constexpr (S::kManyTokens) {
+      if (!takes_call(p)) return leave_call();
+    }
+    run_decode_line<S>(p, copies, memory);
   }
-  extern __shared__ __align__(1024) char memory[];
-  run_decode_line<S>(p, copies, memory);
-}
+};
 
 template <class S>
 void launch_line(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(decode_shared_bytes<S>() == S::kSizes.shared_bytes());
-  launch_step<paged_attention_decode_kernel<S>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<DecodeLineBlock<S>>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
 // KV heads in pairs, if Line takes them so, or one by one; and with or without what windows need.

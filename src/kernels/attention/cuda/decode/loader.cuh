@@ -152,31 +152,7 @@ struct DecodeLoader {
     return valid;
   }
 
-  // A tile that is all there of packed pages of 16 tokens, or of a tile, where a head's keys are one piece, and so are its values.
-  template <int kPage>
-  __device__ void load_pages(uint32_t stage, int kv_head, const Pages& pages) const {
-    constexpr int kPieceCopies = kPage * S::kRowBytes / 512,
-                  kSideBySide = kPage * S::kBytes / 16;  // chunks of a dimension
-    static_assert(kSideBySide == 1 || kSideBySide == 2);
-    const char* key = static_cast<const char*>(p.a.key.data) + times(copies.key_head, kv_head) + lane * 16;
-    const char* value = static_cast<const char*>(p.a.value.data) + times(copies.value_head, kv_head) + lane * 16;
-    const uint32_t key_to = stage + Tiles::key_place(place_of<S>(lane % kPage), lane / kPage);
-#pragma unroll
-    for (int t = 0; t < kTile / kPage; ++t) {
-      const int id = pages.id[t * kPage / kGroupTokens];
-      const char* k = key + times(copies.key_block, id);
-      const char* v = value + times(copies.value_block, id);
-      const int d = lane / kSideBySide, chunk = t * kSideBySide + lane % kSideBySide;
-      const uint32_t value_to = stage + S::kTileBytes + tiles.packed_value_place(d, chunk, kSideBySide / 2);
-#pragma unroll
-      for (int i = 0; i < kPieceCopies; ++i) {
-        cp_async_16_once(key_to + (t * kPage + i * (32 / kPage) * kTile) * 16, k + i * 512);
-        cp_async_16_once(value_to + i * 512, v + i * 512);
-      }
-    }
-  }
-
-  // The same for packed pages of any multiple of kPart tokens, and for heads that are less than kD.
+  // A tile that is all there of packed pages of any multiple of kPart tokens.
   template <int kPart>
   __device__ void load_parts_of_pages(uint32_t stage, int kv_head, int first_token, const Pages& pages) const {
     constexpr int kSideBySide = kPart * S::kBytes / 16, kPartCopies = kPart * S::kRowBytes / 512;
@@ -285,7 +261,7 @@ struct DecodeLoader {
   }
   __device__ uint32_t start(uint32_t stage, TilePart& part, const Pages& pages) const {
     bool whole = table.is_seen(part, part.first_token) && part.first_token + kTile <= part.len &&
-                 (!S::kPackedV || copies.whole_page > 0 || copies.part_tokens > 0);
+                 (!S::kPackedV || copies.part_tokens > 0);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       whole = whole && static_cast<uint32_t>(pages.id[g]) < static_cast<uint32_t>(p.a.num_blocks);
@@ -294,16 +270,10 @@ struct DecodeLoader {
       if constexpr (S::kRaw) {
         load_codes<true>(stage, part, pages);
       } else if constexpr (S::kPackedV) {
-        if (copies.whole_page == 0) {
-          if (kTile == 16 || copies.part_tokens == 16) {
-            load_parts_of_pages<16>(stage, part.kv_head, part.first_token, pages);
-          } else {
-            load_parts_of_pages<kTile>(stage, part.kv_head, part.first_token, pages);
-          }
-        } else if (kTile == 16 || copies.whole_page == 16) {
-          load_pages<16>(stage, part.kv_head, pages);
+        if (kTile == 16 || copies.part_tokens == 16) {
+          load_parts_of_pages<16>(stage, part.kv_head, part.first_token, pages);
         } else {
-          load_pages<kTile>(stage, part.kv_head, pages);
+          load_parts_of_pages<kTile>(stage, part.kv_head, part.first_token, pages);
         }
       } else {
         if (S::kRowBytes % 128 == 0 && copies.head_bytes == S::kRowBytes) {

@@ -101,28 +101,21 @@ struct PartSum {
 
   // Of `count` parts, at most kMost.  What is done once is better done without loops: instructions come from memory, and behind
   // a jump they come late.
-  template <int kMost, bool kInLoops>
+  template <int kMost>
   static __device__ PartSum of_parts(int count, auto&& stats_of, auto&& columns_of) {
     PartSum sum;
-    if constexpr (kInLoops) {
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) sum.maximum = fmaxf(sum.maximum, stats_of(i).x);
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) sum.add(stats_of(i), columns_of(i), sum.maximum);
-    } else {
-      float2 stats[kMost];
+    float2 stats[kMost];
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        stats[i] = {-INFINITY, 0};
-        if (i < count) stats[i] = stats_of(i);
-        sum.maximum = fmaxf(sum.maximum, stats[i].x);
-      }
+    for (int i = 0; i < kMost; ++i) {
+      stats[i] = {-INFINITY, 0};
+      if (i < count) stats[i] = stats_of(i);
+      sum.maximum = fmaxf(sum.maximum, stats[i].x);
+    }
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        float4 x = {0, 0, 0, 0};
-        if (i < count) x = columns_of(i);
-        sum.add(stats[i], x, sum.maximum);
-      }
+    for (int i = 0; i < kMost; ++i) {
+      float4 x = {0, 0, 0, 0};
+      if (i < count) x = columns_of(i);
+      sum.add(stats[i], x, sum.maximum);
     }
     return sum;
   }

@@ -24,12 +24,12 @@ __host__ __device__ constexpr bool tiles_share_lines(int64_t block_size) {
 }
 
 // Sizes are those of line_sizes().  kForAnyBatch: with batch_invariant.  kTokens: queries are of several tokens.
-template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch, bool kDeep = false,
-          bool kSingle = false, bool kTokens = false>
+template <class Element, int kD, bool kPackedV, int kQueries, bool kForAnyBatch, bool kSingle = false,
+          bool kTokens = false>
 struct DecodeShape : ColumnsShape<Element, kD, kPackedV, kQueries> {
   using Few = ColumnsShape<Element, kD, kPackedV, kQueries>;
   static constexpr LineSizes kSizes =
-      line_sizes(kKindOf<Element>, kD, kPackedV, kQueries, kForAnyBatch, kDeep, kSingle, kTokens);
+      line_sizes(kKindOf<Element>, kD, kPackedV, kQueries, kForAnyBatch, kSingle, kTokens);
   static constexpr bool kInvariant = kForAnyBatch, kManyTokens = kTokens, kHidesKeys = !kForAnyBatch && !kTokens;
   static constexpr bool kLate = kSizes.late;  // the next tile's copies start after the wait for this one's
   static constexpr bool kHalfLinesMeet = Few::kRowBytes == 64;  // heads of 64 bytes

@@ -10,7 +10,6 @@
 #pragma once
 
 #include "attention/cuda/decode/either.cuh"
-#include "attention/cuda/merge/combine.cuh"
 
 namespace pykv::attention {
 
@@ -22,7 +21,7 @@ struct TokensKernel {
   ClusterKernel<S> cluster;
   const int sequence = cluster.sequence, kv_head = cluster.kv_head;
 
-  // has_task: there is such a sequence.  False if the line should take the call, or has taken it.
+  // has_task: there is such a sequence.  False if the line should take the call.
   __device__ bool run(bool has_task) {
     cluster.open_exchange();
     if (has_task && blockIdx.x < p.early_blocks) {
@@ -94,90 +93,92 @@ __device__ TokensKernel<S> tokens_kernel(const Problem& p, const CacheCopies& co
 }
 
 template <class S>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_tokens_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                  const __grid_constant__ LeftPieces left) {
-  extern __shared__ __align__(1024) char memory[];
-  if (!tokens_kernel<S>(p, copies, memory).run(true) && !S::kSpans) combine_left_pieces(left, memory);
-}
+struct TokensBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    tokens_kernel<S>(p, copies, memory).run(true);
+  }
+};
 
 template <class S>
-void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_tokens_clusters(const Problem& p, const Step& s, const Launch& launch) {
   static_assert(cluster_shared_bytes<S>(S::kWarps) == S::kSizes.shared_bytes(S::kWarps));
   static_assert(cluster_shared_bytes<S>(S::kWarps) <= 227 << 10);  // what Hopper has
   if constexpr (kMaySpan<S>) {
-    if (s.spans > 1) return launch_tokens_clusters<Spanned<S>>(p, s, launch, left);
+    if (s.spans > 1) return launch_tokens_clusters<Spanned<S>>(p, s, launch);
   }
   const int most_bytes = device_info(launch.device).shared_of_block;
-  launch_step<paged_attention_tokens_kernel<S>>(p, s, most_bytes, launch, copies_of<S>(p), left);
+  launch_step<paged_attention_kernel<TokensBlock<S>>>(p, s, most_bytes, launch, copies_of<S>(p));
 }
 
 // In tables with room for long sequences: clusters or the line, as decode/either.cuh has it for one token.
 template <class S, class Line>
-__global__ void __launch_bounds__(S::kWarps * 32, 1)
-    paged_attention_tokens_either_kernel(const __grid_constant__ Problem p,
-                                         const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  TokensKernel<S> clusters = tokens_kernel<S>(p, copies, memory);
-  if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
-}
+struct TokensEitherBlock {
+  static constexpr int kThreadsOfBlock = S::kWarps * 32, kBlocksOfSm = 1;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    TokensKernel<S> clusters = tokens_kernel<S>(p, copies, memory);
+    if (!clusters.run(clusters.sequence < p.a.num_seqs)) run_decode_line<Line>(p, copies, memory);
+  }
+};
 
 // Small pages: heads up to 128 in rows of tokens, up to eight in a group on the line.
 template <class Element, int kD, int kColumns>
-void launch_small_pages(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_small_pages(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (kD > 64 || kColumns > 8) {
     using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
     if (s.instance.kernel == KernelId::kSmallPagesCluster)
-      return launch_tokens_clusters<SmallPages<Cluster>>(p, s, launch, left);
+      return launch_tokens_clusters<SmallPages<Cluster>>(p, s, launch);
   }
   if constexpr (kColumns == 8) {
     using Line = SmallPages<DecodeShape<Element, kD, false, 8, false>>;
-    using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, false, true>>;
+    using Single = SmallPages<DecodeShape<Element, kD, false, 8, false, true>>;
     return launch_lines<Line, Single>(p, s, launch);
   }
   fail_without_instance(p, s);
 }
 
 template <class Element, int kD, int kColumns>
-void launch_whole_pages(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_whole_pages(const Problem& p, const Step& s, const Launch& launch) {
   using Cluster = ClusterShape<Element, kD, kColumns, false, false, true>;
   if constexpr (has_either(kKindOf<Element>, kD, kColumns)) {
-    using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, false, true, true>, Cluster>;
+    using Line = LineOfClusters<DecodeShape<Element, kD, false, kColumns, false, true, true>, Cluster>;
     if (s.instance.kernel == KernelId::kTokensEither)
-      return launch_clusters_or_line<paged_attention_tokens_either_kernel<Cluster, Line>, Cluster, Line>(p, s, launch);
+      return launch_clusters_or_line<TokensEitherBlock<Cluster, Line>, Cluster, Line>(p, s, launch);
   }
-  launch_tokens_clusters<Cluster>(p, s, launch, left);
+  launch_tokens_clusters<Cluster>(p, s, launch);
 }
 
 template <class Element, int kD, int kColumns>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch) {
   const KernelId kernel = s.instance.kernel;
   if constexpr (kIsCommon<Element> && kD <= 128) {
     if (kernel == KernelId::kSmallPagesLine || kernel == KernelId::kSmallPagesCluster)
-      return launch_small_pages<Element, kD, kColumns>(p, s, launch, left);
+      return launch_small_pages<Element, kD, kColumns>(p, s, launch);
   }
   if constexpr (kD == 128 && kKindOf<Element> != CacheKind::k16Bits) {
-    using Line = DecodeShape<Element, 128, false, kColumns, false, false, false, true>;
-    using Single = DecodeShape<Element, 128, false, kColumns, false, false, true, true>;
+    using Line = DecodeShape<Element, 128, false, kColumns, false, false, true>;
+    using Single = DecodeShape<Element, 128, false, kColumns, false, true, true>;
     if constexpr (has_line(Line::kSizes)) {
       if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
     }
   }
   if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8)) {
-    launch_whole_pages<Element, kD, kColumns>(p, s, launch, left);
+    launch_whole_pages<Element, kD, kColumns>(p, s, launch);
   } else {
     fail_without_instance(p, s);
   }
 }
 
 template <class Element>
-void launch_tokens(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_tokens(const Problem& p, const Step& s, const Launch& launch) {
   const Instance& of = s.instance;
-  if (of.head_size > 128) return launch_tokens<Element, 256, 8>(p, s, launch, left);
+  if (of.head_size > 128) return launch_tokens<Element, 256, 8>(p, s, launch);
   dispatch_bool(of.head_size > 64, [&]<bool kLarge> {
     constexpr int kD = kLarge ? 128 : 64;
-    if (of.rows > 8) return launch_tokens<Element, kD, 16>(p, s, launch, left);
-    launch_tokens<Element, kD, 8>(p, s, launch, left);
+    if (of.rows > 8) return launch_tokens<Element, kD, 16>(p, s, launch);
+    launch_tokens<Element, kD, 8>(p, s, launch);
   });
 }
 

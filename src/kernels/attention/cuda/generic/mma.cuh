@@ -6,8 +6,6 @@
 // Work: see schedule/line.cuh; every block walks a contiguous share of all units.
 //   More, Many 64 or 128 rows (query tokens x the heads of a KV head); a warp owns 16 or 32 of them against all tokens of the tile.
 //   InvariantMore  64 rows with batch_invariant: as More, in the steps of decoding proper.
-//   InvariantFew   16 rows with batch_invariant, of heads of 256: the four warps split a unit's tokens and add up once, at the
-//                  end of a segment.
 // Data: tile_loader.cuh, from the block table to a ring of stages; arithmetic: generic/softmax.cuh.
 //
 // Bottleneck: few rows are bound by memory, floor = KV bytes / bandwidth, and by the bytes in flight, (stages - 1) * 32 KB *
@@ -17,55 +15,53 @@
 
 #include "attention/cuda/generic/results.cuh"
 #include "attention/cuda/launch.cuh"
+#include "attention/cuda/merge/pieces.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/launch.h"
 
 namespace pykv::attention {
 
 template <class S>
+struct LineMemory : Scratch<S> {
+  Walker walker;
+  LineEnds ends;
+};
+
+template <class S>
 struct LineKernel {
+  using Memory = LineMemory<S>;
   using Lookup = typename TileLoader<S>::Lookup;
   using TileSlot = typename TileLoader<S>::TileSlot;
   using State = typename RowSoftmax<S>::State;
   static constexpr int kStages = S::kStages;
 
   const Problem& p;
-  Scratch<S>& scratch;
+  Memory& memory;
   TileLoader<S> tiles;
   RowSoftmax<S> softmax;
   SegmentResults<S> results;
-  TileSlot* slots;  // the team's
-  char* rings;      // all teams' stages
-  char* waiting;    // S::kWaitingBytes
+  TileSlot* slots;
+  char* ring;     // of stages
+  char* waiting;  // S::kWaitingBytes
 
-  // One thread of the team: the next unit into its slot.
-  __device__ void describe_next(TileSlot& slot, int team) {
-    Walker& walker = scratch.walkers[team];
-    slot.unit = walker.unit;
-    int& token = slot.unit.first_token;
-    if constexpr (S::kMany) {
-      token += team * S::kTile;
-    } else {
-      token = (token & -kChunkTokens) + team * kPartTokens + (token & (kChunkTokens - 1)) / S::kTeams;
-    }
-    if (slot.unit.exists) walker.next(p);
+  // One thread: the next unit into its slot.
+  __device__ void describe_next(TileSlot& slot) {
+    slot.unit = memory.walker.unit;
+    if (slot.unit.exists) memory.walker.next(p);
   }
 
   // Unit j is described in iteration j - stages - 1, its pages are looked up in iteration j - stages, its copies start in
   // iteration j - stages + 1.
   __device__ void run() {
-    const int team = threadIdx.x / S::kTeam;
-    char* const ring = rings + team * S::kRingBytes;
     const uint32_t stage0 = shared_address(ring);
     if (!takes_call(p)) return leave_call();
     wait_for_previous_kernel();
     constexpr bool kLines = !S::kInvariant && S::kMore;  // no prefill
-    const SharePosition share = find_share<0, kLines>(p, scratch.plan);
+    const SharePosition share = find_share<0, kLines>(p, memory.plan);
     if (tiles.member == 0) {
-      scratch.walkers[team].start(p, share);
-      scratch.walkers[team].note_first(p);  // all teams note the same
+      memory.walker.start(p, share, &memory.ends);
 #pragma unroll 1
-      for (int i = 0; i < kStages + 1; ++i) describe_next(slots[i], team);
+      for (int i = 0; i < kStages + 1; ++i) describe_next(slots[i]);
     }
     tiles.sync_team();
     Lookup first[kStages];
@@ -86,7 +82,6 @@ struct LineKernel {
     }
 
     State state;
-    [[maybe_unused]] ExactQuad kept[SegmentResults<S>::kQuads];
     int at = 0, slot_at = 0;  // the unit's stage and slot
     const auto slot_after = [&](int k) -> TileSlot& {
       return slots[slot_at + k >= S::kSlots ? slot_at + k - S::kSlots : slot_at + k];
@@ -106,7 +101,7 @@ struct LineKernel {
         if (load_slot.unit.begins) softmax.queries.prefetch_queries(load_slot.unit);
       }
       cp_async_commit();
-      if (tiles.member == (S::kMany ? i % 4 * 32 : 0)) describe_next(slot_after(kStages + 1), team);
+      if (tiles.member == i % 4 * 32) describe_next(slot_after(kStages + 1));
 
       const TileSlot& slot = slots[slot_at];
       const Unit& unit = slot.unit;
@@ -120,61 +115,61 @@ struct LineKernel {
       __syncwarp();
       if (unit.begins && i > 0) softmax.begin_segment(unit, state);
       softmax.compute(stage0 + offset, slot.valid, unit, state);
-      if constexpr (S::kWholeChunks) {
+      if constexpr (S::kInvariant) {
         if (unit.ends_chunk || (unit.first_token + S::kTile) % kPartTokens == 0) {
           results.end_part(state);
           if (unit.ends_chunk) results.end_chunk(unit, state, reinterpret_cast<float4*>(waiting) + threadIdx.x);
           softmax.clear_sums(state);
         }
       } else if (unit.ends_chunk) {
-        if constexpr (S::kMany) {
-          results.end_segment_many(unit, state, LinePieces{p});
-        } else {
-          results.end_chunk_few(unit, state, rings, offset, kept);
-          if (!unit.ends) softmax.clear_sums(state);
-        }
+        results.end_segment_many(unit, state, LinePieces{p});
       }
       if (looks_up) tiles.end_lookup(lookup, lookup_slot, lookup_slot.unit.kv_head);
       at = at + 1 == kStages ? 0 : at + 1;
       slot_at = slot_at + 1 == S::kSlots ? 0 : slot_at + 1;
     }
     let_next_kernel_start();
+    using Sum = std::conditional_t<S::kInvariant, ExactQuad, Quad>;
+    end_share<Sum>(p, memory.ends, [&](const Unit& u, const Row& row, int d, const Sum& sum) {
+      store_output<S>(p, row, d, sum.finish(p, row, u.kv_head));
+    });
   }
 };
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, S::kBlocksPerSm)
-    paged_attention_mma_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
-  extern __shared__ __align__(1024) char memory[];
-  char* after = memory + S::kTeams * S::kRingBytes;
-  auto* scratch = reinterpret_cast<Scratch<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
-  auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1) + threadIdx.x / S::kTeam * S::kSlots;
-  LineKernel<S> kernel{
-      p,     *scratch, {p, copies},           {p, copies, *scratch, shared_address(after)}, {p, *scratch},
-      slots, memory,   after + S::kQueryBytes};
-  kernel.run();
-}
+struct MmaBlock {
+  static constexpr int kThreadsOfBlock = kThreads, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
+    char* after = memory + S::kRingBytes;
+    auto* scratch = reinterpret_cast<LineMemory<S>*>(after + S::kQueryBytes + S::kWaitingBytes);
+    auto* slots = reinterpret_cast<Slot<S::kTile>*>(scratch + 1);
+    LineKernel<S> kernel{
+        p,     *scratch, {p, copies},           {p, copies, *scratch, shared_address(after)}, {p, *scratch},
+        slots, memory,   after + S::kQueryBytes};
+    kernel.run();
+  }
+};
 
 template <class Element, int kD, bool kPackedV, RowClass kRows>
 void launch_mma_kernel(const Problem& p, const Step& s, const Launch& launch) {
   using S = Shape<Element, kD, kPackedV, kRows>;
-  static_assert(S::kMany || S::kInvariant);
-  constexpr int kSharedBytes = S::kTeams * (S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>))) +
-                               S::kQueryBytes + S::kWaitingBytes + static_cast<int>(sizeof(Scratch<S>));
+  static_assert(S::kMany);
+  constexpr int kSharedBytes = S::kRingBytes + S::kSlots * static_cast<int>(sizeof(Slot<S::kTile>)) + S::kQueryBytes +
+                               S::kWaitingBytes + static_cast<int>(sizeof(LineMemory<S>));
   constexpr MmaSizes kSizes = mma_sizes(kKindOf<Element>, kD, kRows);
-  static_assert(kSharedBytes == kSizes.shared_bytes && S::kUnitTokens == kSizes.unit_tokens());
+  static_assert(kSharedBytes == kSizes.shared_bytes && S::kUnitTokens == kSizes.tile);
   static_assert(S::kRows == kSizes.rows && S::kBlocksPerSm == kSizes.blocks_of_sm);
-  launch_step<paged_attention_mma_kernel<S>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
+  launch_step<paged_attention_kernel<MmaBlock<S>>>(p, s, kSharedBytes, launch, cache_copies<S>(p.a));
 }
 
 template <class Element, int kD, bool kPackedV>
 void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
   const bool invariant = p.a.batch_invariant;
+  if (invariant) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantMore>(p, s, launch);
   if constexpr (kD > 128) {
-    return invariant ? launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantFew>(p, s, launch)
-                     : launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
+    launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
   } else {
-    if (invariant) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kInvariantMore>(p, s, launch);
     if constexpr (has_many_rows(kKindOf<Element>, kPackedV)) {
       if (s.instance.rows > 64) return launch_mma_kernel<Element, kD, kPackedV, RowClass::kMany>(p, s, launch);
     }
@@ -183,7 +178,7 @@ void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
 }
 
 template <class Element>
-void launch_mma(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_mma(const Problem& p, const Step& s, const Launch& launch) {
   const int head_size = s.instance.head_size;
   dispatch_bool(s.instance.packed, [&]<bool kPackedV> {
     if constexpr (!kPackedV || !std::is_same_v<Element, ElementNvfp4>) {  // which has no such layout

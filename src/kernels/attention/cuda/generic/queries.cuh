@@ -1,7 +1,7 @@
 // Rows of a query tile, from memory to where the tensor cores take them.
 //
-// The fragments of up to 16 query rows stay in registers for a whole segment; more rows lie in shared memory.  For elements of
-// one byte the dimensions of a fragment are permuted, see generic/softmax.cuh.
+// Fragments of 16 rows for a warp may stay in registers for a whole segment; others lie in shared memory.  For elements of one byte
+// the dimensions of a fragment are permuted, see generic/softmax.cuh.
 #pragma once
 
 #include "attention/cuda/half_queries.cuh"
@@ -20,8 +20,6 @@ struct RowState {
 template <class S>
 struct alignas(16) Scratch {
   PlanScratchOf<S::kBlock> plan;
-  Walker walkers[S::kTeams];
-  float2 stats[4][S::kWarpRows];
   RowState rows[4][S::kWarpRows];
 };
 
@@ -34,7 +32,7 @@ struct RowQueries {
   uint32_t address;  // in shared memory, of rows that do not stay in registers
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
-  // The rows into shared memory.  With many rows a warp touches its own alone; with few, each warp stores a quarter of them.
+  // The rows into shared memory.  A warp touches its own alone.
   __device__ void load_query_rows(const Unit& u, int row0) {
     constexpr int kQueryChunks = kD / 8, kLoads = S::kWarpRows * kQueryChunks / 32, kBatch = kLoads < 8 ? kLoads : 8;
 #pragma unroll 1
@@ -60,9 +58,6 @@ struct RowQueries {
     if (S::kScaled && p.a.dtype == DType::kBFloat16) {
       const float undo = halve_chunk<kD / 8>(v);
       if (chunk == 0) scratch.rows[warp][warp_row].scale *= undo;
-    }
-    if constexpr (!S::kMany) {
-      if (r % (kThreads / 32) != warp) return;
     }
     store_query_chunk<S::kNarrow>(v, chunk, [&](int c) { return address + swizzled<2 * kD>(r, c); });
   }
@@ -112,7 +107,7 @@ struct RowQueries {
   // Starts the way of a tile's queries from memory, so that its beginning finds them near.
   __device__ void prefetch_queries(const Unit& u) const {
     if constexpr (S::kQueriesInRegisters) {
-      const Row row = row_of(p, u, (S::kMany ? warp * S::kWarpRows : 0) + lane / 2);
+      const Row row = row_of(p, u, warp * S::kWarpRows + lane / 2);
       if (row.valid && lane % 2 * 64 < p.a.head_size) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(query_row(p, row) + lane % 2 * 64));
       }

@@ -16,12 +16,6 @@ struct SegmentResults {
   Scratch<S>& scratch;
   const int lane = threadIdx.x % 32, warp = warp_of_group<S>();
 
-  // Column of o[.][n][e] (e 0 or 1) in the head.
-  __device__ int column(int n, int e) const {
-    const int c = lane % 4;
-    return S::kPermutedOutput ? n / 2 * 16 + c * 4 + e * 2 + n % 2 : n * 8 + c * 2 + e;
-  }
-
   // The sum of a row's weights.
   static __device__ float row_sum(const State& state, int i, int h) {
     float x = state.sum[i][h][0];
@@ -74,7 +68,7 @@ struct SegmentResults {
     }
   }
 
-  // ---- tiles of 64 rows with batch_invariant: a warp has the parts of a chunk one after another ----------------------
+  // ---- with batch_invariant: a warp has the parts of a chunk one after another ------------------------------------
 
   // A part's sums join those of the parts before it.
   static __device__ void end_part(State& state) {
@@ -82,7 +76,7 @@ struct SegmentResults {
     auto& chunk = state.chunk;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float top = fmaxf(chunk.maximum[h], state.maximum[0][h]), base = top == -INFINITY ? 0.f : top;
+      const float top = fmaxf(chunk.maximum[h], state.maximum[0][h]), base = base_of(top);
       const float old = power_of_2(chunk.maximum[h] - base), weight = power_of_2(state.maximum[0][h] - base);
       chunk.maximum[h] = top;
       chunk.sum[h] = fmaf(row_sum(state, 0, h), weight, chunk.sum[h] * old);
@@ -93,14 +87,14 @@ struct SegmentResults {
     }
   }
 
-  // Every second chunk waits in shared memory for the one after it: the way to what is kept, and back, is long.  `waiting`
-  // is this thread's, in steps of kThreads.
+  // Every second chunk waits in shared memory for the one after it, if there is room: the way to what is kept, and back, is long.
+  // `waiting` is this thread's, in steps of kThreads.
   static constexpr int kWaiting = kD / 8 + 1;
 
   __device__ void end_chunk(const Unit& u, State& state, float4* waiting) const {
     if (state.idle) return;
     auto& chunk = state.chunk;
-    if (!u.ends && !chunk.one_waits) {
+    if (S::kWaitingBytes > 0 && !u.ends && !chunk.one_waits) {
 #pragma unroll
       for (int n = 0; n < kD / 8; ++n)
         waiting[n * kThreads] = {chunk.o[n][0], chunk.o[n][1], chunk.o[n][2], chunk.o[n][3]};
@@ -141,61 +135,6 @@ struct SegmentResults {
     Softmax::clear_chunk(state);
     chunk.one_waits = false;
     chunk.keeps = true;
-  }
-
-  // Where a row's column lies among the 16 rows that a warp leaves for others: 8-wide column tiles swizzled by row.
-  static __device__ int row_place(int r, int d) { return (r * (kD / 8) + (d / 8 ^ (r & 7))) * 8 + d % 8; }
-
-  // ---- tiles of 16 rows with batch_invariant: each warp has one part of a chunk ---------------------------------------
-
-  // A warp's results, for others to add up.
-  __device__ void leave_rows(int rows, const State& state, float* to) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = h * 8 + lane / 4;
-      if (h * 8 >= rows) break;
-      const float sum = row_sum(state, 0, h);
-      if (lane % 4 == 0) scratch.stats[warp][r] = {state.maximum[0][h], sum};
-      if (r >= rows) continue;
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) {
-        for (int e = 0; e < 2; ++e) to[row_place(r, column(n, e))] = state.o[0][n][2 * h + e];
-      }
-    }
-  }
-
-  // What a thread keeps of a segment's chunks.  No register is free; local memory stays near.
-  static constexpr int kQuads = S::kMany ? 1 : 4 * kD / kThreads;
-
-  // The four warps' results are added up through memory: each warp leaves its own in its ring at `stage_offset`, the stage
-  // it is done with.
-  __device__ void end_chunk_few(const Unit& u, const State& state, char* rings, int stage_offset,
-                                ExactQuad (&kept)[kQuads]) const {
-    static_assert(S::kStageBytes >= 16 * kD * 4);
-    const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
-    float* mine = reinterpret_cast<float*>(rings + warp * S::kRingBytes + stage_offset);
-    __syncwarp();  // all lanes have read what lay there
-    leave_rows(rows, state, mine);
-    __syncthreads();
-#pragma unroll 1
-    for (int x = threadIdx.x; x < rows * (kD / 4); x += kThreads) {
-      const int r = x / (kD / 4), d = x % (kD / 4) * 4;
-      add_warps(u, r, d, rings + stage_offset + row_place(r, d) * 4, kept[x / kThreads]);
-    }
-    __syncthreads();  // the stages are free again
-  }
-
-  // Four columns of one row; `parts` are those of the first warp.
-  __device__ void add_warps(const Unit& u, int r, int d, const char* parts, ExactQuad& kept) const {
-    const Row row = row_of(p, u, r);
-    if (!row.valid) return;
-    PartsOfChunk sum;
-    for (int w = 0; w < 4; ++w) {
-      sum.add(scratch.stats[w][r], *reinterpret_cast<const float4*>(parts + w * S::kRingBytes));
-    }
-    const FinishedQuad done =
-        add_chunks(p, u, row, r, d / 4, {{sum.maximum, sum.sum}, sum.o}, {}, !u.first_chunk, kept);
-    if (done.is_finished) store_output<S>(p, row, d, done.x);
   }
 };
 

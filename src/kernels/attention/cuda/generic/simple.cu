@@ -10,6 +10,7 @@
 
 #include "attention/cuda/launch.cuh"
 #include "attention/cuda/merge/exact.cuh"
+#include "attention/cuda/merge/pieces.cuh"
 #include "attention/cuda/rows.cuh"
 #include "attention/cuda/schedule/line.cuh"
 #include "cuda/dependent.cuh"
@@ -54,6 +55,12 @@ __device__ void store_output(const Problem& p, const Row& row, int d, float x) {
   } else {
     output_row<float>(p, row)[d] = x;
   }
+}
+
+// Four columns from d on.
+__device__ void store_quad(const Problem& p, const Row& row, int d, float4 x) {
+  const float columns[4] = {x.x, x.y, x.z, x.w};
+  for (int e = 0; e < 4 && d + e < p.a.head_size; ++e) store_output(p, row, d + e, columns[e]);
 }
 
 struct Pages {
@@ -119,6 +126,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   extern __shared__ __align__(16) float memory[];
   __shared__ PlanScratch plan;
   __shared__ Walker walker;
+  __shared__ LineEnds ends;
   __shared__ Unit u;
   __shared__ Pages pages;
   __shared__ float probs[kRows][kTile];
@@ -134,8 +142,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   let_next_kernel_start();
   const SharePosition share = find_share(p, plan);
   if (threadIdx.x == 0) {
-    walker.start(p, share);
-    walker.note_first(p);
+    walker.start(p, share, &ends);
   }
 
   float maximum = -INFINITY, sum = 0, slope = 0;
@@ -148,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       if (u.exists) walker.next(p);
     }
     __syncthreads();
-    if (!u.exists) return;
+    if (!u.exists) break;
     if (u.begins) {
       const float scale = p.a.scale * (p.a.kv_format == KvFormat::kSame ? 1.f : p.a.k_scale[u.kv_head]);
       for (int x = threadIdx.x; x < kRows * pitch; x += kThreads) {
@@ -273,8 +280,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         // kept in memory; for a segment that is all this block's, the place of a last one is still free
         ExactQuad& kept = ExactQuad::at(p, u.slot < 0 ? 2 * blockIdx.x + 1 : u.slot, my_row, d / 4);
         const FinishedQuad done = add_chunks(p, u, row, my_row, d / 4, {{maximum, total}, o}, {}, !u.first_chunk, kept);
-        const float columns[4] = {done.x.x, done.x.y, done.x.z, done.x.w};
-        for (int e = 0; e < 4 && done.is_finished && d + e < head_size; ++e) store_output(p, row, d + e, columns[e]);
+        if (done.is_finished) store_quad(p, row, d, done.x);
         o = {0, 0, 0, 0};
       }
       maximum = -INFINITY;
@@ -287,6 +293,14 @@ __global__ void __launch_bounds__(kThreads, 4)
       const float last = finish_row(p, row, u.kv_head, maximum, total);
       for (int d = my_column; d < head_size; d += 8) store_output(p, row, d, outputs[my_row * pitch + d] * last);
     }
+  }
+  const auto store = [&](const Unit& of, const Row& row, int d, const auto& sum) {
+    store_quad(p, row, d, sum.finish(p, row, of.kv_head));
+  };
+  if (p.a.batch_invariant) {
+    end_share<ExactQuad>(p, ends, store);
+  } else {
+    end_share<Quad>(p, ends, store);
   }
 }
 

@@ -4,10 +4,11 @@
 // dimensions (or tokens) of a fragment are permuted, and Q (or the order of K's tokens) is permuted to match.  Queries of
 // dtype bf16 against such a cache or one of nvfp4 become halves too, scaled row by row by a power of two.
 //
-// The fragments of up to 16 query rows stay in registers for a whole segment; more rows lie in shared memory.
+// Fragments of 16 rows for a warp may stay in registers for a whole segment; others lie in shared memory.
 #pragma once
 
 #include "attention/cuda/generic/queries.cuh"
+#include "attention/cuda/online_softmax.cuh"
 #include "attention/cuda/tile_loader.cuh"
 #include "cuda/mma.cuh"
 
@@ -38,7 +39,7 @@ struct RowSoftmax {
     bool one_waits, keeps;  // chunks before it
   };
   struct Nothing {};
-  using ChunkSums = std::conditional_t<S::kWholeChunks, PartSums, Nothing>;
+  using ChunkSums = std::conditional_t<S::kInvariant, PartSums, Nothing>;
 
   struct State {
     float o[S::kRowTiles][kD / 8][4];
@@ -54,7 +55,7 @@ struct RowSoftmax {
   };
 
   static __device__ void clear_chunk(State& s) {
-    if constexpr (S::kWholeChunks) {
+    if constexpr (S::kInvariant) {
 #pragma unroll
       for (auto& o : s.chunk.o) {
         for (float& x : o) x = 0;
@@ -67,7 +68,7 @@ struct RowSoftmax {
   }
 
   __device__ void begin_segment(const Unit& u, State& s) {
-    const int row0 = S::kMany ? warp * S::kWarpRows : 0;
+    const int row0 = warp * S::kWarpRows;
     const int rows = min(p.tile_tokens, u.query_len - u.query_tile * p.tile_tokens) * p.tile_heads;
     s.idle = row0 >= rows;
     if (s.idle) return;
@@ -86,7 +87,6 @@ struct RowSoftmax {
       queries.load_query_fragments(u, row0, rows, s.query);
     } else {
       queries.load_query_rows(u, row0);
-      if constexpr (!S::kMany) __syncthreads();  // so was the end of the segment before
     }
     __syncwarp();
     if (S::kScaled && s.plain) {
@@ -100,7 +100,7 @@ struct RowSoftmax {
     s.last_position = scratch.rows[warp][S::kWarpRows - 1].position;
     clear_sums(s);
     clear_chunk(s);
-    if constexpr (S::kWholeChunks) s.chunk.one_waits = s.chunk.keeps = false;
+    if constexpr (S::kInvariant) s.chunk.one_waits = s.chunk.keeps = false;
   }
 
   static __device__ void clear_sums(State& s) {
@@ -132,8 +132,7 @@ struct RowSoftmax {
       }
     }
     const auto sums = [&](int k, int i, int n) -> float (&)[4] { return S::kInvariant && k % 2 ? odd[i][n] : s[i][n]; };
-    const uint32_t query_row0 =
-        queries.address + swizzled<2 * kD>((S::kMany ? warp * S::kWarpRows : 0) + lane % 16, lane / 16);
+    const uint32_t query_row0 = queries.address + swizzled<2 * kD>(warp * S::kWarpRows + lane % 16, lane / 16);
     const uint32_t key_row0 = key_stage + tiles.key_place(r0 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
     constexpr int kAtOnce = S::kNarrow ? 2 : 1;  // k-steps of one ldmatrix
 #pragma unroll
@@ -305,6 +304,16 @@ struct RowSoftmax {
     }
   }
 
+  // What rows h of tile i of 16 rows have so far.
+  static __device__ void rescale(State& state, int i, int h, float factor) {
+    for (float& x : state.sum[i][h]) x *= factor;
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      state.o[i][n][2 * h] *= factor;
+      state.o[i][n][2 * h + 1] *= factor;
+    }
+  }
+
   __device__ void compute(uint32_t stage, const Valid& tile_valid, const Unit& u, State& state) {
     if (state.idle) return;
 #pragma unroll 1
@@ -322,41 +331,21 @@ struct RowSoftmax {
       if (masked || !state.plain) [[unlikely]]
         adjust_scores(u, state, first, masked ? valid : kAll, masked, s);
 
-      // The sums are kept relative to a maximum that may lag behind by kLag (a factor of 256): following it is rare.  It is
-      // a whole number, which makes its powers exact, and each row's own affair: a row beside it changes nothing.
-      constexpr float kLag = 8;
       Weights weights;
 #pragma unroll
       for (int i = 0; i < S::kRowTiles; ++i) {
         float top[2], base[2], scale[2];
-        bool rose = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           scale[h] = state.plain ? scratch.rows[warp][i * 16 + h * 8 + lane / 4].scale : 1.f;
           float x = -INFINITY;
 #pragma unroll
           for (int n = 0; n < S::kStep / 8; ++n) x = fmaxf(x, fmaxf(s[i][n][2 * h], s[i][n][2 * h + 1]));
-          x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-          x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-          top[h] = fmaxf(x * scale[h], state.maximum[i][h]);
-          rose = rose || top[h] > state.maximum[i][h] + kLag;
+          top[h] = x * scale[h];
         }
-        if (__any_sync(~0u, rose)) {
+        follow_maxima<1, 4>(top, state.maximum[i], [&](int h, float factor) { rescale(state, i, h, factor); });
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float old = state.maximum[i][h], now = top[h] > old + kLag ? ceilf(top[h]) : old;
-            const float rescale = power_of_2(old - (now == -INFINITY ? 0.f : now));
-            state.maximum[i][h] = now;
-            for (float& x : state.sum[i][h]) x *= rescale;
-#pragma unroll
-            for (int n = 0; n < kD / 8; ++n) {
-              state.o[i][n][2 * h] *= rescale;
-              state.o[i][n][2 * h + 1] *= rescale;
-            }
-          }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) base[h] = state.maximum[i][h] == -INFINITY ? 0.f : state.maximum[i][h];
+        for (int h = 0; h < 2; ++h) base[h] = base_of(state.maximum[i][h]);
 #pragma unroll
         for (int n = 0; n < S::kStep / 8; ++n) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Adds up the pieces of the segments that borders of blocks cut (schedule/line.cuh), in the kernel after that of a line: one of
-// its own, or one whose clusters would have taken the call if its lengths had been for them (problem.cuh).
+// Adds up the pieces of the segments that borders of blocks cut (schedule/line.cuh), in a kernel after that of a line.  All of the
+// device's SMs do: pieces of 17 to 64 rows are so many that their last block alone, as in merge/pieces.cuh, takes 6 to 30 us longer.
 //
 // Bottleneck: latency, notes and then pieces; these come from the L2.
 #pragma once
@@ -10,15 +10,18 @@
 
 namespace pykv::attention {
 
-// The row r of a segment that was noted.
-__device__ inline Row row_of_note(const Problem& p, const Unfinished& u, int r) {
-  Unit unit{};
-  unit.query_begin = u.query_begin;
-  unit.query_len = u.query_len;
-  unit.kv_head = u.kv_head;
-  unit.head_tile = u.head_tile;
-  unit.query_tile = u.query_tile;
-  return row_of(p, unit, r);
+// What blocks note, where those that add up by themselves have tickets.
+__device__ inline CutUnit* notes_of(const Problem& p) { return reinterpret_cast<CutUnit*>(p.tickets); }
+
+// By one thread: notes the block's first segment if it began in an earlier block and ends in this one.
+__device__ inline void note_first(const Problem& p, const LineEnds& ends) {
+  const CutUnit& first = ends.of[0];
+  const int block = blockIdx.x, last = first.cut.first_block + (first.cut.pieces - 1) * first.cut.step;
+  if (first.cut.pieces > 0 && last == block) {
+    notes_of(p)[block] = first;
+  } else {
+    notes_of(p)[block].cut.pieces = 0;
+  }
 }
 
 // Four columns of a row of the output, wherever it lies.
@@ -44,23 +47,17 @@ struct CombineJobs {
   }
 };
 
-// Of the segment that block `note` of the line has noted, or none.
-__device__ inline SegmentPieces pieces_of_note(const Unfinished& u, int note) {
-  const int pieces = u.first_block < 0 ? 0 : (note - u.first_block) / u.step + 1;
-  return {u.first_block, pieces, u.step, u.first_slot_is_head};
-}
-
 using JobsUpTo = int[kMaxGrid];  // of a block: how many jobs there are up to each note, and with it
 
 // Which of the line's blocks left notes, and of how many pieces, is known here alone: each block reads all notes and counts jobs,
 // which the warps take in turn.  A lane adds up four columns of a row over its part of the pieces, then the parts are added up.
-// Sum: Quad or, with batch_invariant, ExactQuad.  After wait_for_previous_kernel(), by whole blocks.
-template <class Sum, int kAtOnce>
-__device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
+// After wait_for_previous_kernel(), by whole blocks.
+__device__ inline void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
+  constexpr int kAtOnce = 4;  // pieces
   const Problem& p = left.p;
   const int lane = threadIdx.x % 32, quads = p.pitch / 4, notes = left.notes;
   for (int i = threadIdx.x; i < notes; i += blockDim.x) {
-    jobs_up_to[i] = CombineJobs(pieces_of_note(p.unfinished[i], i).pieces, left.items, kAtOnce).jobs;
+    jobs_up_to[i] = CombineJobs(notes_of(p)[i].cut.pieces, left.items, kAtOnce).jobs;
   }
   __syncthreads();
   if (threadIdx.x < 32) {
@@ -90,21 +87,20 @@ __device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
       own_job = x - (own_note == 0 ? 0 : jobs_up_to[own_note - 1]);
     }
     const int note = __shfl_sync(~0u, own_note, k % 32), of_segment = __shfl_sync(~0u, own_job, k % 32);
-    const Unfinished u = p.unfinished[note];
-    const SegmentPieces cut = pieces_of_note(u, note);
+    const auto [cut, u] = notes_of(p)[note];
     const CombineJobs of_note(cut.pieces, left.items, kAtOnce);
     const int part = lane / of_note.items, item = of_segment * of_note.items + lane % of_note.items;
     const int r = item / quads, quad = item - r * quads;
-    const Row row = row_of_note(p, u, r);
+    const Row row = row_of(p, u, r);
     const bool valid = item < left.items && r < p.rows && row.valid;
 
-    Sum sum = Sum::empty();
+    Quad sum = Quad::empty();
     for (int first = part; valid && first < cut.pieces; first += of_note.parts * kAtOnce) {
-      Sum x[kAtOnce];
+      Quad x[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int piece = first + i * of_note.parts;
-        if (piece < cut.pieces) x[i] = Sum::load(p, cut.slot(piece), r, quad);
+        if (piece < cut.pieces) x[i] = Quad::load(p, cut.slot(piece), r, quad);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -122,38 +118,6 @@ __device__ void combine_pieces(const LeftPieces& left, JobsUpTo& jobs_up_to) {
       store_each<float>(p, row, quad * 4, x);
     }
   }
-}
-
-// By a kernel of clusters, of which an SM has one or two blocks: with more under way for each lane.  `memory`: of the block's stages.
-__device__ inline void combine_left_pieces(const LeftPieces& left, char* memory) {
-  combine_pieces<Quad, 2 * Quad::kAtOnce>(left, *reinterpret_cast<JobsUpTo*>(memory));
-}
-
-// Of a mixed batch: waits for so many blocks of prefill, which was launched before the kernel before, that did not wait for it.  They
-// were all there when that came up.  Whatever comes after this kernel comes after them, too.
-__device__ inline void await_prefill(const int* ended, int blocks) {
-  if (blocks == 0) return;
-  if (threadIdx.x == 0) {
-    int count;
-    for (;;) {
-      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(ended) : "memory");
-      if (count >= blocks) break;
-      __nanosleep(200);
-    }
-  }
-  __syncthreads();
-}
-
-// In a kernel of its own.
-template <class Sum>
-__global__ void __launch_bounds__(kCombineThreads, Sum::kBlocksPerSm)
-    combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
-  __shared__ JobsUpTo jobs_up_to;
-  // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
-  // neighbouring heads would no longer do so at the same time.
-  wait_for_previous_kernel();
-  await_prefill(prefill_ended, prefill_blocks);
-  if (takes_call(left.p)) combine_pieces<Sum, Sum::kAtOnce>(left, jobs_up_to);
 }
 
 }  // namespace pykv::attention

@@ -193,7 +193,7 @@ struct alignas(16) ExactQuad {
   ExactSum<4> values;
   ExactSum<1> total;
 
-  static constexpr int kAtOnce = 2, kBlocksPerSm = 2;  // in the combining kernel
+  static constexpr int kAtOnce = 2, kItems = 1;  // as of a Quad
 
   static __device__ ExactQuad empty() {
     ExactQuad x;
@@ -277,8 +277,7 @@ struct ChunkQuad {
 };
 
 // Adds what one or two chunks gave for four columns of row r to what the same thread keeps of those before, or to nothing
-// if it keeps none yet.  At the end of the block's part that goes to the combining kernel, unless the block has the whole
-// segment.
+// if it keeps none yet.  At the end of the block's part that becomes its piece, unless the block has the whole segment.
 inline __device__ __noinline__ FinishedQuad add_chunks(const Problem& p, const Unit& u, const Row& row, int r, int quad,
                                                        const ChunkQuad& one, const ChunkQuad& two, bool keeps,
                                                        ExactQuad& kept) {

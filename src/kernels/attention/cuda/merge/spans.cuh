@@ -28,26 +28,8 @@ struct PiecesOfSpans {
     team.sync();
     if (team.thread() == 0) hand_over_pieces(p, slot(span), -1, p.ticket);
     team.sync();
-    if (!are_there(p, spans, slot_of, team)) return;
-    // Four lanes have an item, and each of them every fourth piece.
-    constexpr int kAtOnce = 4, kLanes = kMostSpans / kAtOnce, kWarpItems = 32 / kLanes;
-#pragma unroll 1
-    for (int i = team.thread() / kLanes; i < (count + kWarpItems - 1) / kWarpItems * kWarpItems;
-         i += team.threads() / kLanes) {
-      const int item = first + min(i, count - 1), column = item / quads, quad = item - column * quads;
-      Sum sum = Sum::empty(), piece[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int k = j * kLanes + threadIdx.x % kLanes;
-        piece[j] = k < spans ? Sum::load(p, slot(k), column, quad) : Sum::empty();
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) sum.add(piece[j]);
-#pragma unroll
-      for (int m = 1; m < kLanes; m *= 2) sum.add(sum.of_lane(m));
-      if (threadIdx.x % kLanes == 0 && i < count) store(item, sum);
-    }
-    forget(p, spans, slot_of, team);
+    constexpr int kLanes = 4;  // each with every fourth piece
+    join_pieces<Sum, 1, kLanes>(p, spans, slot_of, quads, first, first + count, store, team);
   }
 };
 

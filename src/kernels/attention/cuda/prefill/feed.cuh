@@ -194,16 +194,15 @@ struct PrefillFeeder {
       line.has_whole = false;
     }
     const bool is_whole = has_tiles && (whole.always || prefers_whole(p, blocks, scratch.sums, scratch.longest));
-    if (!has_tiles) {
-      if (threadIdx.x == 0) scratch.walker.unit.exists = false;
-    } else if (!is_whole) {
-      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan, S::kMayBeMixed ? line : p.line);
+    if (!has_tiles || is_whole) {
       if (threadIdx.x == 0) {
-        scratch.walker.start(p, share);
-        scratch.walker.note_first(p);
+        scratch.walker.unit.exists = false;
+        scratch.ends.clear();
       }
+    } else {
+      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan, S::kMayBeMixed ? line : p.line);
+      if (threadIdx.x == 0) scratch.walker.start(p, share, &scratch.ends);
     }
-    if ((is_whole || !has_tiles) && !whole.always && threadIdx.x == 0) p.unfinished[blockIdx.x].first_block = -1;
     give_registers<S::kFeederRegisters>();
     feed(is_whole);
   }

@@ -113,7 +113,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
   __device__ void weigh(int t, float scale) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float base = maximum[h] == -INFINITY ? 0.f : maximum[h];
+      const float base = base_of(maximum[h]);
       float x[2][2];  // of two column tiles
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -133,7 +133,6 @@ struct InvariantPrefillRows : PrefillRows<S> {
 
   // Does a maximum of the warpgroup rise after the first step of the part, so that sums are to be rescaled?
   __device__ bool make_weights() {
-    constexpr float kLag = 8;
     const float scale = p.a.scale * kLog2e;
     bool rises = false;
 #pragma unroll
@@ -155,7 +154,6 @@ struct InvariantPrefillRows : PrefillRows<S> {
 
   // Weights step by step.
   __device__ void follow_maximum(float scale) {
-    constexpr float kLag = 8;
     weigh(0, scale);
 #pragma unroll
     for (int t = 1; t < kSteps; ++t) {
@@ -224,7 +222,7 @@ struct InvariantPrefillRows : PrefillRows<S> {
       float sum = part_sum[h][0] + part_sum[h][1];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float top = fmaxf(chunk_maximum[h], maximum[h]), base = top == -INFINITY ? 0.f : top;
+      const float top = fmaxf(chunk_maximum[h], maximum[h]), base = base_of(top);
       const float old = power_of_2(chunk_maximum[h] - base), weight = power_of_2(maximum[h] - base);
       chunk_maximum[h] = top;
       chunk_sum[h] = fmaf(sum, weight, chunk_sum[h] * old);
@@ -426,12 +424,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                                              const __grid_constant__ CacheCopies copies,
                                              const __grid_constant__ WholeTiles whole, int4* kept) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_prefill<S>(p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
-    int4* mine = kept + blockIdx.x * (kept_bytes(S::kD) / 16) + threadIdx.x - kThreads;
-    auto* staged = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kStagedBytes);
-    InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
-    rows.run();
-  });
+  run_prefill<S, ExactQuad>(
+      p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
+        int4* mine = kept + blockIdx.x * (kept_bytes(S::kD) / 16) + threadIdx.x - kThreads;
+        auto* staged = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kStagedBytes);
+        InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
+        rows.run();
+      });
 #endif
 }
 
@@ -444,7 +443,7 @@ void launch_invariant_kernel(const Problem& p, const Step& s, const Launch& laun
 }
 
 template <class Element>
-void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& launch) {
   using T = typename Element::Mma;
   if (s.instance.head_size <= 64) return launch_invariant_kernel<InvariantPrefillShape<T, 64>>(p, s, launch);
   launch_invariant_kernel<InvariantPrefillShape<T, 128>>(p, s, launch);

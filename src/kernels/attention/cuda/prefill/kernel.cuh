@@ -17,7 +17,8 @@
 // two thirds of the time at most; docs/log/paged_attention/open.md says what is known of the rest.
 #pragma once
 
-#include "attention/cuda/generic/results.cuh"
+#include "attention/cuda/merge/pieces.cuh"
+#include "attention/cuda/online_softmax.cuh"
 #include "attention/cuda/prefill/feed.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/mbarrier.cuh"
@@ -181,10 +182,8 @@ struct PrefillRows {
   // Scores to weights.  The sums are kept relative to a maximum that may lag behind, and is a whole number, so that following it is
   // rare and rounds nothing; returns whether a row of the warp does.
   __device__ bool softmax() {
-    constexpr float kLag = 8;
     const float scale = p.a.scale * kLog2e;
     float top[2];
-    bool rose = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x[4] = {s[2 * h], s[2 * h + 1], s[4 + 2 * h], s[5 + 2 * h]};
@@ -193,26 +192,16 @@ struct PrefillRows {
         for (int e = 0; e < 2; ++e) x[i % 2 * 2 + e] = fmaxf(x[i % 2 * 2 + e], s[4 * i + 2 * h + e]);
       }
       top[h] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * scale;
-      rose = rose || top[h] > maximum[h] + kLag;
     }
-    const bool any_rose = __any_sync(~0u, rose);
-    float base[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (any_rose) {
-        float all = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-        all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-        const float old = maximum[h], now = all > old + kLag ? ceilf(all) : old;
-        rescale[h] = power_of_2(old - (now == -INFINITY ? 0.f : now));
-        maximum[h] = now;
-        sum[h] *= rescale[h];
-      }
-      base[h] = maximum[h] == -INFINITY ? 0.f : maximum[h];
-    }
+    const bool rose = follow_maxima<1, 4>(top, maximum, [&](int h, float factor) {
+      rescale[h] = factor;
+      sum[h] *= factor;
+    });
+    const float base[2] = {base_of(maximum[0]), base_of(maximum[1])};
     const float2 added = weigh(base);
     sum[0] += added.x;
     sum[1] += added.y;
-    return any_rose;
+    return rose;
   }
 
   __device__ void round_weights() {
@@ -370,8 +359,16 @@ constexpr int prefill_shared_bytes() {
   return S::kMemoryBytes + static_cast<int>(sizeof(PrefillScratch)) + 1024;  // aligned by the kernel
 }
 
-// Of a block of prefill: warpgroups that run compute(scratch, queries, keys, values), and the one that brings data.
-template <class S>
+// Of a block, those of both warpgroups that compute.
+struct ComputingWarpgroups {
+  static __device__ int thread() { return threadIdx.x - kThreads; }
+  static __device__ int threads() { return 2 * kThreads; }
+  static __device__ void sync() { named_barrier_sync(kComputingBarrier, threads()); }
+  static __device__ bool all(bool x) { return !named_barrier_any(kComputingBarrier, threads(), !x); }
+};
+
+// Of a block of prefill: warpgroups that run compute(scratch, queries, keys, values), and the one that brings data.  Sum: of pieces.
+template <class S, class Sum>
 __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const WholeTiles& whole, auto&& compute) {
   extern __shared__ char unaligned[];
   char* memory = unaligned + (-shared_address(unaligned) & 1023);
@@ -398,8 +395,14 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
     feeder.run();
   } else {
     compute(scratch, queries, keys, values);
+    end_share<Sum>(
+        p, scratch.ends,
+        [&](const Unit& u, const Row& row, int d, const Sum& sum) {
+          store_columns(p, output_row<typename S::Mma>(p, row), d, sum.finish(p, row, u.kv_head));
+        },
+        ComputingWarpgroups());
   }
-  if (is_mixed) {  // the one after the next waits for all blocks: await_prefill()
+  if (is_mixed) {  // the one after the next waits for all blocks: combine_kernel()
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) atomicAdd(&whole.counts->ended, 1);
@@ -411,10 +414,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     paged_attention_prefill_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
                                    const __grid_constant__ WholeTiles whole) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_prefill<S>(p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
-    PrefillRows<S> rows{p, scratch, queries, keys, values};
-    rows.run();
-  });
+  run_prefill<S, Quad>(p, copies, whole,
+                       [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
+                         PrefillRows<S> rows{p, scratch, queries, keys, values};
+                         rows.run();
+                       });
 #endif
 }
 
@@ -439,7 +443,7 @@ void launch_plain_kernel(const Problem& p, const Step& s, const Launch& launch) 
 }
 
 template <class Element>
-void launch_prefill(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_prefill(const Problem& p, const Step& s, const Launch& launch) {
   using T = typename Element::Mma;
   const int head_size = s.instance.head_size;
   if (head_size <= 64) return launch_plain_kernel<PrefillShape<T, 64>>(p, s, launch);

@@ -26,6 +26,12 @@ struct PrefillShape {
   static constexpr int kFeederRegisters = 40, kComputeRegisters = 232;
 };
 
+// Are query tiles of prefill taken whole, whatever the lengths?  prefers_whole() says why.
+constexpr float kLineCost = 10, kLongestPart = 0.35f;
+constexpr bool always_whole(int64_t max_seq_len, int kv_tile) {
+  return kLongestPart * static_cast<float>(max_seq_len) <= kLineCost * static_cast<float>(kv_tile);
+}
+
 // Query tiles whole, instead of shares of the line.
 struct WholeTiles {
   bool always;  // or only if the lengths suggest it
@@ -42,6 +48,7 @@ struct PrefillSegment {
 struct alignas(16) PrefillScratch {  // for up to three stages
   PlanScratch plan;
   Walker walker;
+  LineEnds ends;
   float sums[4], longest[4];   // of the feeders' warps
   PrefillSegment segments[8];  // as many segments later no warp can still be at this one
 
@@ -49,7 +56,8 @@ struct alignas(16) PrefillScratch {  // for up to three stages
   uint64_t key_full[3], key_empty[3], value_full[3], value_empty[3], queries_read;
 };
 
-enum PrefillBarrier { kFeedersBarrier = 1, kTurnBarrier = 2, kVoteBarrier = 4 };  // named; two for both warpgroups
+// Named; two of the second and third, for both warpgroups.
+enum PrefillBarrier { kFeedersBarrier = 1, kTurnBarrier = 2, kVoteBarrier = 4, kComputingBarrier = 6 };
 
 // Query tiles of all sequences in one list; of a sequence, KV heads in bundles, of a bundle the longest tiles first.  Block
 // b takes entry b, and whenever it has dealt with one, the next that nobody has taken.

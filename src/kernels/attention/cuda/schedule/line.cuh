@@ -4,7 +4,7 @@
 // query token and a head).  All units of all sequences lie on one line, ordered by sequence, KV head, query tile, KV tile,
 // and the blocks take equal shares of it.  A query tile's units are a segment; it has one place more, in front, that stands
 // for the cost of beginning and ending it.  A segment cut by a border of blocks leaves partial results, at most two a
-// block, added up in a fixed order by a second kernel or the last block (merge/pieces.cuh): hence a grid and a
+// block, added up in a fixed order by the last of these blocks or by the next kernel (merge/): hence a grid and a
 // workspace that depend on no length, no host synchronisation, and the same bits in every run.
 //
 // Kernels may ask for a line for each KV head, which blocks go along side by side: where neighbouring heads lie together, they are
@@ -100,7 +100,6 @@ struct SegmentPieces {
   bool first_is_head;  // is it the first block's first segment?
 
   __device__ int slot(int i) const { return 2 * (first_block + i * step) + (i == 0 && !first_is_head); }
-  __device__ int last_block() const { return first_block + (pieces - 1) * step; }
 };
 
 // A line in equal shares; the first `longer` blocks have one place more.  All heads are on one line, or each on one of its own:
@@ -251,7 +250,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
   return find_share<kBarrier, kLines>(p, scratch, p.line);
 }
 
-// Where the sums of a segment go that are not all of it: to the workspace, for the combining kernel.
+// Where the sums of a segment go that are not all of it: to the workspace.
 struct LinePieces {
   static constexpr bool kInStages = false;  // do they lie where tiles were?
   const Problem& p;
@@ -267,6 +266,19 @@ struct LinePieces {
   __device__ int64_t place(const Unit& u, int row) const { return static_cast<int64_t>(u.slot) * p.rows + row; }
 };
 
+// A segment that a border of blocks cuts.
+struct CutUnit {
+  SegmentPieces cut;  // none: there is no such segment
+  Unit unit;
+};
+
+// A block's first segment and its last.
+struct LineEnds {
+  CutUnit of[2];
+
+  __device__ void clear() { of[0].cut.pieces = of[1].cut.pieces = 0; }
+};
+
 // Walks along this block's units.  It lies in shared memory, and one thread at a time moves it.
 struct Walker {
   Unit unit;       // the next one
@@ -278,15 +290,18 @@ struct Walker {
   int head;  // KV head * head tiles + head tile
   int query_tile;
   Shares shares;
-  int64_t first_place;  // on the line, of the first segment
-  int segment_places;   // of the segment, whoever has them
+  int64_t end;     // place after the share
+  LineEnds* ends;  // or null, if another walker notes them
 
-  __device__ void start(const Problem& p, const SharePosition& at) {
+  __device__ void start(const Problem& p, const SharePosition& at, LineEnds* to) {
     unit.exists = false;
+    ends = to;
+    if (ends) ends->clear();
     shares = at.shares;
     if (at.block >= shares.blocks) return;
     const int64_t begin = shares.begin(at.block);
-    left = static_cast<int>(shares.begin(at.block + 1) - begin);
+    end = shares.begin(at.block + 1);
+    left = static_cast<int>(end - begin);
     enter_sequence(p, at.sequence, at.seq);
     const int64_t per_head = extent.units();
     const int of_line = at.offset < per_head ? 0 : static_cast<int>(divide(at.offset, per_head));
@@ -298,24 +313,8 @@ struct Walker {
       (extent.units_before(middle) <= offset ? low : high) = middle;
     }
     query_tile = low;
-    const int place = static_cast<int>(offset - extent.units_before(low));
-    first_place = begin - place;
-    enter_segment(p, place, 2 * blockIdx.x);
+    enter_segment(p, static_cast<int>(offset - extent.units_before(low)), 2 * blockIdx.x);
     if (in_segment == 0) leave_segment(p);
-  }
-
-  // Notes for the combining kernel the first segment, where this walker still is, if it began in an earlier block and ends in
-  // this one.
-  __device__ void note_first(const Problem& p) const {
-    const int block = blockIdx.x;
-    const bool is_cut = unit.exists && unit.slot == 2 * block;
-    const SegmentPieces cut = is_cut ? shares.pieces(first_place, segment_places, p.lead) : SegmentPieces{};
-    if (is_cut && cut.last_block() == block) {
-      p.unfinished[block] = {cut.first_block, cut.step,     cut.first_is_head, unit.query_begin,
-                             unit.query_len,  unit.kv_head, unit.head_tile,    unit.query_tile};
-    } else {
-      p.unfinished[block].first_block = -1;
-    }
   }
 
   __device__ void next(const Problem& p) {
@@ -358,8 +357,9 @@ struct Walker {
   __device__ void enter_segment(const Problem& p, int place, int slot) {
     const int skipped = max(place - p.lead, 0);
     const int at = extent.first_place(query_tile) + skipped, rest = extent.end_place(query_tile) - at;
-    segment_places = skipped + p.lead + rest;
-    const int places = min(left, segment_places - place);  // of the segment in this share
+    const int all = skipped + p.lead + rest;    // of the segment, whoever has them
+    const int64_t first = end - left - place;   // on the line
+    const int places = min(left, all - place);  // in this share
     left -= places;
     const int here = places - max(p.lead - place, 0);  // with keys
     unit.sequence = sequence;
@@ -369,19 +369,16 @@ struct Walker {
     unit.kv_head = p.by_head_tiles.quotient(head);
     unit.head_tile = head - unit.kv_head * p.head_tiles;
     unit.query_tile = query_tile;
-    unit.first_token = at * p.place_tokens;
-    int end = (at + here) * p.place_tokens;
-    if (!p.in_parts) {
-      unit.first_token = max(unit.first_token, extent.first_key(query_tile) & -p.kv_tile);
-      end = min(end, extent.last_key(query_tile) + 1);
-    }
-    in_segment = here <= 0 ? 0 : (end - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
+    unit.first_token = max(at * p.place_tokens, extent.first_key(query_tile) & -p.kv_tile);
+    const int end_token = min((at + here) * p.place_tokens, extent.last_key(query_tile) + 1);
+    in_segment = here <= 0 ? 0 : (end_token - unit.first_token + p.kv_tile - 1) >> (31 - __clz(p.kv_tile));
     unit.first_key = extent.first_key(query_tile);
     unit.last_key = extent.last_key(query_tile);
     unit.slot = skipped == 0 && here == rest ? -1 : slot;
     unit.exists = in_segment > 0;
     unit.begins = unit.first_chunk = true;
     set_ends(p);
+    if (ends && unit.exists && unit.slot >= 0) ends->of[unit.slot % 2] = {shares.pieces(first, all, p.lead), unit};
   }
 
   __device__ void set_ends(const Problem& p) {

@@ -16,7 +16,6 @@
 // docs/log/paged_attention/details.md.
 #pragma once
 
-#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/verify/exchange.cuh"
 
 namespace pykv::attention {
@@ -42,7 +41,6 @@ struct VerifyClusterKernel {
   const Problem& p;
   VerifyKernel<S, Softmax, ClusterWalker<S::kSpans>> block;
   RowExchange<S>& exchange;
-  const LeftPieces& left;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __device__ void run() {
@@ -62,10 +60,8 @@ struct VerifyClusterKernel {
       raw = load_sequence(p, sequence);
       return clamp_sequence(p, raw);
     });
-    const bool is_mine = takes_call(p);
-    if (!is_mine || at.is_left_out()) {
+    if (!takes_call(p) || at.is_left_out()) {
       if (p.cluster > 1) cluster_wait();
-      if (!S::kSpans && !is_mine) combine_left_pieces(left, block.ring);
       return;
     }
     const Pieces pieces{p, exchange, reinterpret_cast<RowSums<S>*>(block.ring), at};
@@ -114,24 +110,25 @@ struct VerifyClusterMemory : VerifyMemory<S, Softmax, ClusterWalker<S::kSpans>> 
 };
 
 template <class S, class Softmax>
-__global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_verify_cluster_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies,
-                                          const __grid_constant__ LeftPieces left) {
+struct VerifyClusterBlock {
+  static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) char memory[];
-  using Memory = VerifyClusterMemory<S, Softmax>;
-  auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
-  VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange, left}.run();
+    using Memory = VerifyClusterMemory<S, Softmax>;
+    auto& shared = *reinterpret_cast<Memory*>(memory + Memory::kBytesBefore);
+    VerifyClusterKernel<S, Softmax>{p, shared.kernel(p, copies, memory), shared.exchange}.run();
 #endif
-}
+  }
+};
 
 template <class S, class Softmax>
-void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_verify_cluster(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kBytes = verify_shared_bytes<S, VerifyClusterMemory<S, Softmax>>();
   constexpr VerifySizes kSizes = verify_sizes(S::kNarrow, S::kD, S::kRows, false);
   static_assert(kBytes == (S::kGroups == 1 ? kSizes.alone_bytes : kSizes.cluster_bytes));
   static_assert(S::kBlock == (S::kGroups + 1) * kThreads && S::kUnitTokens == kVerifyTile);
-  launch_step<paged_attention_verify_cluster_kernel<S, Softmax>>(p, s, kBytes, launch, copies_of<S>(p), left);
+  launch_step<paged_attention_kernel<VerifyClusterBlock<S, Softmax>>>(p, s, kBytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "attention/cuda/launch.cuh"
-#include "attention/cuda/schedule/line.cuh"
+#include "attention/cuda/merge/combine.cuh"
 #include "attention/cuda/verify/pages.cuh"
 #include "attention/cuda/verify/shape.cuh"
 #include "cuda/dependent.cuh"
@@ -27,6 +27,7 @@ struct VerifyKernel {
   using Lookup = typename TileLoader<S>::Lookup;
   using TileSlot = typename TileLoader<S>::TileSlot;
   using State = typename Softmax::State;
+  static constexpr bool kIsLine = std::is_same_v<Way, Walker>;
   static constexpr int kStages = S::kStages;
   // Who describes tile j knows that all have left the stage of tile j - 1 - kStages, or, one tile ahead, of j - 2 - kStages; but
   // they may still read what its slot says.
@@ -36,6 +37,7 @@ struct VerifyKernel {
     TileSlot slots[kSlots];
     Unit copied;                 // of the segment that is being copied, for its last tile
     Way walkers[S::kCopyWarps];  // of the copying warps
+    LineEnds ends;
     uint64_t full[kStages], empty[kStages], described[kSlots];  // barriers
     int part_tiles[kSlots];  // of a segment's first tile: how many of the segment are this block's
   };
@@ -136,10 +138,10 @@ struct VerifyKernel {
     PageCopies<S> pages{p, tiles.copies, *reinterpret_cast<FoundGroups*>(notes.slots[warp].tokens)};
     const bool describes = warp == 0 && lane == 0;
     Way& walker = notes.walkers[warp];
-    if (lane == 0) walker.start(p, share);
+    if (lane == 0) walker.start(p, share, describes ? &notes.ends : nullptr);
     __syncwarp();
     auto ahead = pages.look_up(KeysOfSegment(walker), 0);
-    if (warp == S::kCopyWarps - 1 && lane == 0) walker.note_first(p);  // while the pages are on their way
+    if (kIsLine && describes) note_first(p, notes.ends);  // while the pages are on their way
     Place at;
 #pragma unroll 1
     while (walker.unit.exists) {
@@ -198,8 +200,8 @@ struct VerifyKernel {
     };
     Lookup ahead;
     if (member == kGuide) {
-      notes.walkers[0].start(p, share);
-      notes.walkers[0].note_first(p);
+      notes.walkers[0].start(p, share, &notes.ends);
+      if (kIsLine) note_first(p, notes.ends);
     }
     describe(0);
     sync();
@@ -293,21 +295,23 @@ constexpr int verify_shared_bytes() {
 }
 
 template <class S, class Softmax>
-__global__ void __launch_bounds__(S::kBlock, S::kBlocksPerSm)
-    paged_attention_verify_kernel(const __grid_constant__ Problem p, const __grid_constant__ CacheCopies copies) {
+struct VerifyLineBlock {
+  static constexpr int kThreadsOfBlock = S::kBlock, kBlocksOfSm = S::kBlocksPerSm;
+
+  static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) char memory[];
-  using Memory = VerifyMemory<S, Softmax>;
-  reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
+    using Memory = VerifyMemory<S, Softmax>;
+    reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
 #endif
-}
+  }
+};
 
 template <class S, class Softmax>
 void launch_verify_kernel(const Problem& p, const Step& s, const Launch& launch) {
   constexpr int kSharedBytes = verify_shared_bytes<S, VerifyMemory<S, Softmax>>();
   static_assert(S::kUnitTokens == kVerifyTile && S::kBlock == 2 * kThreads && S::kBlocksPerSm == 2);
   static_assert(kSharedBytes == verify_sizes(S::kNarrow, S::kD, S::kRows, S::kFolded).line_bytes);
-  launch_step<paged_attention_verify_kernel<S, Softmax>>(p, s, kSharedBytes, launch, copies_of<S>(p));
+  launch_step<paged_attention_kernel<VerifyLineBlock<S, Softmax>>>(p, s, kSharedBytes, launch, copies_of<S>(p));
 }
 
 }  // namespace pykv::attention

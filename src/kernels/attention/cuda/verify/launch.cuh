@@ -51,7 +51,7 @@ void launch_line(const Problem& p, const Step& s, const Launch& launch) {
 }
 
 template <class Element>
-void launch_verify(const Problem& p, const Step& s, const Launch& launch, const LeftPieces&) {
+void launch_verify(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (Element::kBytes == 1 && kIsCommon<Element>) {
     if (s.instance.folded) {
       return s.instance.rows > 32 ? launch_line<VerifyCodesWay<Element, 128, 64, true>>(p, s, launch)
@@ -64,7 +64,7 @@ void launch_verify(const Problem& p, const Step& s, const Launch& launch, const 
 }
 
 template <class Element>
-void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch, const LeftPieces& left) {
+void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launch) {
   dispatch_rows(s.instance, [&]<int kD, int kRows> {
     if constexpr (kRows > 16) {
       using Way = VerifyWay<Element, kD, kRows>;
@@ -72,10 +72,10 @@ void launch_verify_clusters(const Problem& p, const Step& s, const Launch& launc
       using Alone = VerifyClusterShape<typename Way::Shape, true>;
       using Sharing = Spanned<Clusters>;
       if (s.instance.kernel == KernelId::kVerifySpans)
-        return launch_verify_cluster<Sharing, typename Way::template Softmax<Sharing>>(p, s, launch, left);
+        return launch_verify_cluster<Sharing, typename Way::template Softmax<Sharing>>(p, s, launch);
       if (s.instance.kernel == KernelId::kVerifyBlock)
-        return launch_verify_cluster<Alone, typename Way::template Softmax<Alone>>(p, s, launch, left);
-      launch_verify_cluster<Clusters, typename Way::template Softmax<Clusters>>(p, s, launch, left);
+        return launch_verify_cluster<Alone, typename Way::template Softmax<Alone>>(p, s, launch);
+      launch_verify_cluster<Clusters, typename Way::template Softmax<Clusters>>(p, s, launch);
     }
   });
 }

@@ -60,15 +60,13 @@ struct ClusterWalker {
   ClusterPlace<kSpans> at;
   Extent extent;
 
-  __device__ void start(const Problem& p, const ClusterPlace<kSpans>& place) {
+  __device__ void start(const Problem& p, const ClusterPlace<kSpans>& place, LineEnds*) {
     at = place;
     extent = Extent(p, at.seq);
     unit = at.unit();
     unit.exists = takes(p, at.seq);
     if (unit.exists) enter_segment(p);
   }
-
-  static __device__ void note_first(const Problem&) {}  // nobody else combines anything
 
   __device__ void next(const Problem& p) {
     if (--in_segment == 0) return next_segment(p);

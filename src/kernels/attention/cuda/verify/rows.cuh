@@ -95,37 +95,19 @@ struct VerifyRows {
 #endif
   }
 
-  // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax.
   __device__ void weigh(const Scores& s, State& state, Weights& weights) const {
-    constexpr float kLag = 8;
     float top[2], base[2], scale[2];
-    bool rose = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       scale[h] = state.plain ? scratch.rows[warp][h * 8 + lane / 4].scale : 1.f;
       float x = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kTile / 8; ++n) x = fmaxf(x, fmaxf(s[n / 4][0][n % 4][2 * h], s[n / 4][0][n % 4][2 * h + 1]));
-      top[h] = fmaxf(x * scale[h], state.maximum[0][h]);
-      rose = rose || top[h] > state.maximum[0][h] + kLag;
+      top[h] = x * scale[h];
     }
-    if (__any_sync(~0u, rose)) {
+    follow_maxima<1, 4>(top, state.maximum[0], [&](int h, float factor) { Softmax::rescale(state, 0, h, factor); });
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        const float rescale = power_of_2(state.maximum[0][h] - (top[h] == -INFINITY ? 0.f : top[h]));
-        state.maximum[0][h] = top[h];
-        state.sum[0][h][0] *= rescale;
-#pragma unroll
-        for (int n = 0; n < kD / 8; ++n) {
-          state.o[0][n][2 * h] *= rescale;
-          state.o[0][n][2 * h + 1] *= rescale;
-        }
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) base[h] = state.maximum[0][h] == -INFINITY ? 0.f : state.maximum[0][h];
+    for (int h = 0; h < 2; ++h) base[h] = base_of(state.maximum[0][h]);
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {
 #pragma unroll

@@ -6,6 +6,7 @@
 // weights stay with each lane until the end of a segment.
 #pragma once
 
+#include "attention/cuda/online_softmax.cuh"
 #include "attention/cuda/verify/queries.cuh"
 
 namespace pykv::attention {
@@ -161,11 +162,10 @@ struct VerifySoftmax {
     uint32_t x[2][kChunks];  // fragments of 8 tokens x 8 columns
   };
 
-  // The sums are kept relative to a maximum that may lag behind by kLag, as in RowSoftmax; here it is the same in all warps,
+  // The sums are kept relative to a maximum that may lag behind, as in online_softmax.cuh; here it is the same in all warps,
   // so that it follows when one of them says so.  The vote is also the barrier after which nobody reads the keys, or the weights
   // before these, where weights will be stored: at the shared address `lines`.  `s` becomes what they are the powers of.
   __device__ Weights weigh(Scores& s, State& state, uint32_t lines) const {
-    constexpr float kLag = 8;
     float most[2] = {-INFINITY, -INFINITY};  // two chains
 #pragma unroll
     for (int i0 = 0; i0 < kMine; i0 += 4) {
