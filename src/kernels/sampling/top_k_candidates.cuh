@@ -51,36 +51,35 @@ struct TopKCandidates {
       wanted = enough;
       __syncthreads();  // all have read the count
     }
+    const auto keep_what_is_above = [&](uint32_t key) {
+      __syncthreads();  // all have read the count
+      n = keep_above(Entry{key} << 32 | 0xffffffffu, entries, n, memory);
+      place = exchange.place_of_list(n);
+    };
     if (tied != 0) {
       __syncthreads();  // the same
       if (n > room) n = collect_above(slice, groups, k, entries, room, memory, value, tied);
       exchange.place_of_list(n, tied);
-      place = only_above(slice, tied, k, exchange, entries, n, memory, value);
+      keep_what_is_above(tied);
     }
-    if (place.total > room) {  // only where blocks share a row
-      // A bound for which it is not: at least k entries are not below `low`, and fewer not below `high`.
-      uint64_t low = 0, high = uint64_t{1} << 32;
+    if (place.total > room) {                      // only where blocks share a row: find a bound for which it is not
+      uint64_t low = 0, high = uint64_t{1} << 32;  // at least k entries are not below `low`, and fewer not below `high`
+      int total = 0;
 #pragma unroll 1
-      while (high - low > 1) {
+      while (high - low > 1 && (total < k || total > room)) {
         const uint64_t middle = (low + high) / 2;
         uint32_t own = 0, of_block;
         for (int i = threadIdx.x; i < n; i += kSelectThreads) own += key_of(entries[i]) >= middle;
         sum_before(own, memory, of_block);
-        const int total = exchange.place_of_list(static_cast<int>(of_block)).total;
-        if (total < k) {
-          high = middle;
-          continue;
-        }
-        low = middle;
-        if (total <= room) break;
+        total = exchange.place_of_list(static_cast<int>(of_block)).total;
+        (total < k ? high : low) = middle;
       }
-      const uint32_t key = static_cast<uint32_t>(low);
-      if (high - low > 1) {
-        n = keep_above((Entry{key} << 32) - 1, entries, n, memory);
-        place = exchange.place_of_list(n);
-      } else {
-        place = only_above(slice, key, k, exchange, entries, n, memory, value);
-      }
+      tied = static_cast<uint32_t>(high - low > 1 ? low - 1 : low);
+      keep_what_is_above(tied);
+    }
+    if (place.total < k && tied != 0) {
+      n = append_tied(slice, tied, k - place.total, exchange, entries, n, memory, value);
+      place = exchange.place_of_list(n);
     }
     exchange.append_to_first(entries, n, place);
     return place.total;
@@ -158,52 +157,34 @@ struct TopKCandidates {
     return static_cast<int>(memory.count);
   }
 
-  // Leaves what is above a key in the lists of all blocks, and where that is less than k in all, of what equals it the first.
+  // Appends those of the row's first `missing` logits with the key `tied` that this block has.  Gives the list's length.
   template <class Value>
-  static __device__ RowExchange::ListPlace only_above(const RowSlice<T>& slice, uint32_t tied, int k,
-                                                      RowExchange& exchange, Entry* entries, int& n,
-                                                      SelectMemory& memory, Value value) {
+  static __device__ int append_tied(const RowSlice<T>& slice, uint32_t tied, int missing, RowExchange& exchange,
+                                    Entry* entries, int n, SelectMemory& memory, Value value) {
     const int thread = threadIdx.x;
-    __syncthreads();  // all have read the count
-    n = keep_above(Entry{tied} << 32 | 0xffffffffu, entries, n, memory);
-    RowExchange::ListPlace place = exchange.place_of_list(n);
-    if (place.total >= k) return place;
-    const uint32_t missing = static_cast<uint32_t>(k - place.total);
-    const auto tied_at = [&](int first) {
-      const Vec<float, kSize> x = to_floats(slice.load(first));
-      uint32_t bits = inside(slice, first);
+    int found = 0, wanted = missing;  // of this block
+    // How many there are, unless more than are missing; then those, in the order of their columns.
+#pragma unroll 1
+    for (bool counts = true;; counts = false) {
+#pragma unroll 1
+      for (int begin = slice.first_vector; begin < slice.end && found < wanted; begin += kStep) {
+        const int first = begin + thread * kSize;
+        const Vec<float, kSize> x = to_floats(slice.load(first));
+        uint32_t bits = inside(slice, first), total;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        if (key_of_logit(value(x[i], first + i)) != tied) bits &= ~(1u << i);
-      return bits;
-    };
-    __syncthreads();  // all have read the count
-    if (thread == 0) memory.count = 0;
-    __syncthreads();
-    // How many this block has, unless more than are missing.
-#pragma unroll 1
-    for (int first = slice.first_vector; first < slice.end; first += kStep) {
-      const uint32_t own =
-          __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(__popc(tied_at(first + thread * kSize))));
-      const uint32_t count = thread % 32 == 0 ? atomicAdd(&memory.count, own) + own : 0;
-      if (__shfl_sync(0xffffffffu, count, 0) >= missing) break;
+        for (int i = 0; i < kSize; ++i)
+          if (key_of_logit(value(x[i], first + i)) != tied) bits &= ~(1u << i);
+        int at = found + static_cast<int>(sum_before(static_cast<uint32_t>(__popc(bits)), memory, total));
+        for (; !counts && bits != 0 && at < wanted; bits &= bits - 1, ++at)
+          entries[n + at] = entry_of(tied, static_cast<uint32_t>(first + __ffs(static_cast<int>(bits)) - 1));
+        found += static_cast<int>(total);
+        __syncthreads();
+      }
+      if (!counts) return n + wanted;
+      const int own = min(found, missing);
+      wanted = max(min(missing - exchange.place_of_list(own).before, own), 0);
+      found = 0;
     }
-    __syncthreads();
-    const int own = static_cast<int>(min(memory.count, missing));
-    int wanted = min(static_cast<int>(missing) - exchange.place_of_list(own).before, own);
-    // Those, in the order of their columns.
-#pragma unroll 1
-    for (int first = slice.first_vector + thread * kSize; wanted > 0; first += kStep) {
-      uint32_t bits = tied_at(first), total;
-      int at = static_cast<int>(sum_before(static_cast<uint32_t>(__popc(bits)), memory, total));
-      for (; bits != 0 && at < wanted; bits &= bits - 1, ++at)
-        entries[n + at] = entry_of(tied, static_cast<uint32_t>(first + __ffs(static_cast<int>(bits)) - 1));
-      const int found = min(static_cast<int>(total), wanted);
-      n += found;
-      wanted -= found;
-      __syncthreads();
-    }
-    return exchange.place_of_list(n);
   }
 
   // Which columns the vectors of a thread have in a group: as far from each other as there are groups.
