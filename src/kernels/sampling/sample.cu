@@ -12,10 +12,10 @@ __device__ inline void prefetch_sample_row(const SampleArgs& args, int64_t row) 
     if (list->data) prefetch(static_cast<const char*>(list->data) + row * list->stride * (list->is_int64 ? 8 : 4));
 }
 
-// kAlone: each block has a multiprocessor for itself, and so twice the registers.
-template <class T, bool kAdjusted, bool kPlain, bool kAlone>
+// Where there are options, registers for loads ahead are worth more than a second block on a multiprocessor.
+template <class T, bool kAdjusted, bool kPlain>
 __global__ __launch_bounds__(kSelectThreads,
-                             kAlone ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
+                             kPlain ? 2 : 1) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
                                                                 int room, const __grid_constant__ Reporter reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
@@ -35,8 +35,8 @@ __global__ __launch_bounds__(kSelectThreads,
   }
   __syncthreads();
   team.wait_for_blocks();
-  RowSampler<T, kAdjusted, kPlain, kAlone>(args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted),
-                                           team, memory, search, entries, room)
+  RowSampler<T, kAdjusted, kPlain, !kAdjusted && !kPlain>(
+      args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search, entries, room)
       .draw(row, reporter);
 }
 
@@ -46,25 +46,15 @@ void sample_cuda(const SampleArgs& args, const Launch& launch) {
   const bool is_plain =
       !args.adjustments.any() && !args.top_k.given && !args.top_p.given && !args.min_p.given && !args.logprobs;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    const auto run = [&]<bool kAdjusted, bool kPlain, bool kAlone>(int blocks) {
-      const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed);
-      launch_rows<sample_kernel<T, kAdjusted, kPlain, kAlone>>(args.num_rows, blocks, kSelectThreads,
-                                                               room * static_cast<int>(sizeof(Entry)), launch, "sample",
-                                                               args, blocks, room, launch.reporter("sample: logits"));
-    };
-    if (is_plain) {
-      constexpr auto kKernel = sample_kernel<T, false, true, false>;
-      return run.template operator()<false, true, false>(blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch));
-    }
-    dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() {
-      constexpr auto kKernel = sample_kernel<T, kAdjusted, false, true>;
+    const auto run = [&]<bool kAdjusted, bool kPlain>() {
+      constexpr auto kKernel = sample_kernel<T, kAdjusted, kPlain>;
       const int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch);
-      if (kAdjusted || has_room_for<kKernel>(args.num_rows, blocks, launch)) {
-        run.template operator()<kAdjusted, false, true>(blocks);
-      } else {
-        run.template operator()<false, false, false>(blocks);
-      }
-    });
+      const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed);
+      launch_rows<kKernel>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch,
+                           "sample", args, blocks, room, launch.reporter("sample: logits"));
+    };
+    if (is_plain) return run.template operator()<false, true>();
+    dispatch_bool(args.adjustments.any(), [&]<bool kAdjusted>() { run.template operator()<kAdjusted, false>(); });
   });
 }
 

@@ -12,11 +12,11 @@ namespace pykv {
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 
 constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of bound_of_first
-constexpr int kSelectFew = 32;                                   // so many are compared with each other: a lane has one
+constexpr int kSelectFew = 128;                                  // so many are compared with each other
 
 struct SelectMemory {
   uint32_t largest[kSelectWarps], least[kSelectWarps];
-  Entry few[kSelectFew];
+  Entry few[kSelectFew], found;
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
   alignas(8) uint32_t bins[kSelectBins];
@@ -180,13 +180,15 @@ __device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, 
       });
       __syncthreads();
       const int num_few = static_cast<int>(found.in_it);
-      const Entry own = lane < num_few ? memory.few[lane] : 0;
-      uint32_t before = 0;
+      if (thread < num_few) {
+        const Entry own = memory.few[thread];
+        uint32_t before = 0;
 #pragma unroll 4
-      for (int i = 0; i < num_few; ++i) before += memory.few[i] > own;
-      const uint32_t it = __ballot_sync(0xffffffffu, lane < num_few && before == missing - 1);
+        for (int i = 0; i < num_few; ++i) before += memory.few[i] > own;
+        if (before == missing - 1) memory.found = own;
+      }
       __syncthreads();
-      return __shfl_sync(0xffffffffu, own, __ffs(static_cast<int>(it)) - 1);
+      return memory.found;
     }
     if (from == to) {
       key = from;
