@@ -48,7 +48,8 @@ void sample_cuda(const SampleArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     const auto run = [&]<bool kAdjusted, bool kPlain>() {
       constexpr auto kKernel = sample_kernel<T, kAdjusted, kPlain>;
-      const int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch);
+      int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch);
+      while (!kPlain && blocks > 1 && !has_room_for<kKernel>(args.num_rows, blocks, launch)) blocks /= 2;
       const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed);
       launch_rows<kKernel>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch,
                            "sample", args, blocks, room, launch.reporter("sample: logits"));
