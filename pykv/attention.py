@@ -43,10 +43,6 @@ def _partition_outputs(arguments: Mapping[str, Any]) -> Spec:
     return Spec((*_partitions(arguments).shape, query.shape[-1]), query.dtype)
 
 
-_SUMS = Rule(_partitions, is_scratch=True)
-_OUTPUTS = Rule(_partition_outputs, is_scratch=True)
-
-
 def _merged(parts: str) -> Rule:
     def make(arguments: Mapping[str, Any]) -> Spec:
         shape, dtype = arguments[parts]

@@ -2,8 +2,8 @@
 // behind what pykv_masked_moe_activation has without a product.
 #pragma once
 
-#include "activation/row_mask.h"
 #include "core/args.h"
+#include "core/valid_rows.h"
 #include "cpu/isa.h"
 
 namespace pykv {

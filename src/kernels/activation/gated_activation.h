@@ -1,8 +1,8 @@
 // An activation of one part of each row times the other part.  The idea behind all pykv_..._and_mul.
 #pragma once
 
-#include "activation/row_mask.h"
 #include "core/args.h"
+#include "core/valid_rows.h"
 #include "cpu/isa.h"
 
 namespace pykv {

@@ -4,6 +4,7 @@
 
 #include "core/args.h"
 #include "core/codes.h"
+#include "core/valid_rows.h"
 #include "cpu/isa.h"
 
 namespace pykv {
@@ -26,19 +27,6 @@ struct ScaleRow {
   int64_t row;
   int expert;
   bool last, there;
-};
-
-// Of each `rows` neighbours only the first counts[i] are there; null: all.
-struct ValidRows {
-  Index counts;
-  int64_t rows;
-  int64_t factor;  // counts are multiplied with it: at most `rows`
-
-  // How many are there by one of the counts, which may be any.
-  PYKV_INLINE int64_t rows_of(int64_t count) const {
-    const int64_t known = count < 0 ? 0 : count < rows ? count : rows;  // so that the product does not wrap
-    return known * factor;
-  }
 };
 
 struct GroupQuantArgs {
@@ -72,10 +60,6 @@ struct GroupQuantArgs {
   }
   // Groups of a row that anything is written for.
   PYKV_INLINE int64_t groups() const { return code_groups > scale_groups ? code_groups : scale_groups; }
-  PYKV_INLINE bool is_valid(int64_t row) const {
-    if (!valid.counts.data) return true;
-    return row % valid.rows < valid.rows_of(valid.counts[row / valid.rows]);
-  }
   // The last expert that does not begin behind the row.
   PYKV_INLINE int expert_of(int64_t row) const {
     int low = 0, high = of_experts.experts;

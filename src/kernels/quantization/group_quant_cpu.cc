@@ -261,7 +261,7 @@ class Groups {
   // Up to kAtOnce groups, as many at a time as a vector has lanes, in steps: what one waits for is worked out while others are.
   void encode(int64_t row, int64_t group, int64_t count) {
     const int64_t n = args_.group_size;
-    if (!args_.is_valid(row)) {
+    if (!args_.valid.has(row)) {
       if (args_.fill_scales)
         for (int64_t g = group; g < group + count; ++g) args_.store_scale(row, g, bits_of(1.0f));
       return;
@@ -398,7 +398,7 @@ class Groups {
 
   // Groups of padding.
   void pad(int64_t row, int64_t group, int64_t count) const {
-    if (!args_.is_valid(row)) return;
+    if (!args_.valid.has(row)) return;
     const ScaleRow at = args_.scale_row_of(row, report_);
     if (!at.there) return;
     const int64_t scales = std::min(group + count, args_.scale_groups),

@@ -78,7 +78,7 @@ struct SituAndMul : Gated<T>, Situ<T> {
   }
 };
 
-// GroupQuantArgs::is_valid without a division.
+// ValidRows::has without a division.
 __device__ inline bool is_valid(const GroupQuantArgs& args, const GroupPlan& plan, int64_t row) {
   if (!args.valid.counts.data) return true;
   uint32_t within;

@@ -4,8 +4,8 @@
 
 #include "core/args.h"
 #include "core/codes.h"
+#include "core/valid_rows.h"
 #include "cpu/isa.h"
-#include "quantization/row_count.h"
 
 namespace pykv {
 
