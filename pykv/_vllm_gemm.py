@@ -94,7 +94,9 @@ def gptq_shuffle(q_weight: Array, bit: int, *, q_perm: Array | None = None) -> N
     """Put the bits of a weight in the order of ``gptq_gemm``, and before that its rows in the order ``q_perm``."""
     words, order = host(q_weight), given(q_perm)
     if order is not None:
-        words = stream_of(bit_stream(words, bit)[order], bit)
+        codes = bit_stream(words, bit)
+        check_order(order, len(codes))
+        words = stream_of(codes[order], bit)
     target: Any = q_weight
     target[...] = array_like(_permute_bits(words, bit), "int32", q_weight)
 
@@ -249,8 +251,14 @@ def type_of(name: str, scalar_type: Any, *others: str) -> tuple[int, bool]:
     return _TYPES[str(scalar_type)]
 
 
+def check_order(order: Host, rows: int) -> None:
+    if not np.array_equal(np.sort(order), np.arange(rows)):
+        raise ValueError(f"perm: must have each of the {rows} rows once")
+
+
 def unsorted(codes: Host, group_of: Host, order: Host) -> tuple[Host, Host]:
     """Rows that were taken in this order, and their groups, back at their places."""
+    check_order(order, len(codes))
     plain, groups = np.empty_like(codes), np.empty(len(order), np.int64)
     plain[order], groups[order] = codes, group_of
     return plain, groups

@@ -12,7 +12,7 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import given, in_16_bits, multiply, stream_of, type_of, unsorted
+from pykv._vllm_gemm import check_order, given, in_16_bits, multiply, stream_of, type_of, unsorted
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, check_groups, nibbles_of_awq, pack_in_groups, stack_packed
 from pykv.packed_gguf import E2M1
@@ -32,6 +32,8 @@ def gptq_marlin_repack(
 ) -> Any:
     """A weight of GPTQ, with its rows in the order ``perm`` where that is given, for :func:`marlin_gemm`."""
     codes, order = bit_stream(host(b_q_weight), num_bits), given(perm)
+    if order is not None:
+        check_order(order, len(codes))
     words = _repacked(codes if order is None else codes[order], size_k, size_n, num_bits, is_a_8bit)
     return array_like(words, "int32", b_q_weight)
 

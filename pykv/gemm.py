@@ -520,7 +520,11 @@ def pack_in_groups(
     n, groups = factor.values.shape
     z = np.full((n, groups), 1 << (bits - 1)) if zeros is None else zeros
     group_size = max(1, -(-codes.shape[0] // max(1, groups)))
-    if group_of is not None and len(group_of):
+    if group_of is None or not len(group_of):
+        _equal_groups(groups, codes.shape[0])
+    elif len(group_of) != codes.shape[0]:
+        raise ValueError(f"g_idx: must have a group for each of the {codes.shape[0]} rows, got {len(group_of)}")
+    else:
         owners = group_of.astype(np.int64)
         if (owners != np.arange(len(owners)) // group_size).any():
             return _in_order_of_groups(codes.T, factor, z, owners, bits)
@@ -713,7 +717,16 @@ def nibbles_of_awq(words: Host) -> Host:
 
 
 def bit_stream(words: Host, bits: int) -> Host:
-    """The fields of each column of words, lowest bits first."""
+    """The fields of each column of words, lowest bits first.
+
+    Raises:
+        ValueError: they do not fill the words.
+        TypeError: words have no 32 bits.
+    """
+    if words.dtype.name not in _WORDS:
+        raise TypeError(f"words of codes: dtype must be int32 or uint32, got {words.dtype}")
+    if 32 * words.shape[0] % bits:
+        raise ValueError(f"words of codes: {words.shape[0]} of 32 bits hold no whole codes of {bits} bits")
     octets = np.ascontiguousarray(words.T).view(np.uint8)  # [n, bytes]
     stream = np.unpackbits(octets, axis=1, bitorder="little").reshape(len(octets), 8 * octets.shape[1] // bits, bits)
     return np.packbits(stream, axis=2, bitorder="little")[..., 0].T

@@ -433,3 +433,19 @@ def test_scales_that_are_no_more_are_not_taken_for_new_ones() -> None:
     x = random((5, K), F16)
     for power in range(8):
         close(ops.awq_gemm(x, q, s * np.float16(2.0**-power), z, 8), x, decoded * 2.0**-power)
+
+
+def test_what_would_be_another_weight_is_refused():
+    words, scales = np.ones((K // 8, N), np.int32), np.ones((4, N), np.float16)
+    zeros, x = np.ones((4, N // 8), np.int32), random((3, K), F16)
+    for wrong, message in (
+        ({"b_q_weight": words.astype(np.float32)}, "words of codes: dtype must be int32 or uint32, got float32"),
+        ({"b_gptq_scales": scales[:3].copy(), "b_gptq_qzeros": zeros[:3].copy()}, "scales: must have as many rows"),
+        ({"b_gptq_qzeros": zeros[:2].copy()}, "zero points: must have"),
+        ({"b_g_idx": np.arange(5)}, f"g_idx: must have a group for each of the {K} rows, got 5"),
+        ({"bit": 3, "b_q_weight": words[:4].copy()}, "words of codes: 4 of 32 bits hold no whole codes of 3 bits"),
+        ({"use_exllama": True, "b_g_idx": np.full(K, K)}, f"perm: must have each of the {K} rows once"),
+    ):
+        right = dict(b_q_weight=words, b_gptq_qzeros=zeros, b_gptq_scales=scales, use_exllama=False, bit=4)
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.gptq_gemm(x, use_v2_format=False, **right | wrong)
