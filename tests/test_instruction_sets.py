@@ -32,7 +32,8 @@ SOME = {
         "dimensions or dtype or nan or any",
     ),
     "quantization": (
-        ["quantization/test_int8_quant.py", "quantization/test_fp8_quant.py", "quantization/test_group_quant.py"],
+        ["quantization/test_int8_quant.py", "quantization/test_fp8_quant.py", "quantization/test_group_quant.py"]
+        + ["quantization/test_fp4_quant.py", "quantization/test_mx_quant.py"],
         "widths or nan or any or sizes or ties or groups or packed",
     ),
     "dequantization": (
@@ -44,6 +45,10 @@ SOME = {
     "gemm": (
         ["gemm/test_packed_gemm.py", "gemm/test_scaled_mm.py", "gemm/test_fp4_mm.py", "gemm/test_dense_gemm.py"],
         "sources or bits or any or blocks or dtypes or points or nan or exact",
+    ),
+    "moe": (
+        ["moe/test_routing.py", "moe/test_fused_moe.py", "moe/test_fused_moe_w8a8.py", "moe/test_rows.py"],
+        "any_logits or groups or activations or packed or sum",
     ),
     "sampling": (
         ["sampling/test_top_k_per_row.py", "sampling/test_apply_repetition_penalties.py"]
