@@ -55,6 +55,11 @@ def test_any_number_of_rows(array, rows):
         check(array, random((rows, width), np.dtype(np.float16)))
 
 
+@pytest.mark.parametrize("width", [12, 896, 4096])
+def test_more_than_caches_hold(array, width):
+    check(array, random((1_300_000 // width, width), np.dtype(np.float32)), offset=1)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
 def test_strides_and_alignment(array, dtype):
     for x in (padded(random((3, 5, 160), dtype), 1, 8), padded(random((3, 5, 160), dtype), 0, 3)):

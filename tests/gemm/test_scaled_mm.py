@@ -134,12 +134,13 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
         pytest.skip("sizes of a GPU")
     k = 1536 if n < 4096 else 512
     a, b = matrix((m, k), codes), column_major((k, n), codes)
-    a_scales = positive(m, k // 128) if blocks else positive(m)
+    a_scales = np.asfortranarray(positive(m, k // 128)) if blocks else positive(m)
     b_scales = positive(k // 128, -(-n // 128)) if blocks else positive(n)
     whole = multiply(array, a, b, a_scales, b_scales)
     for first, rows in ((0, 1), (3, 2), (11, 7), (100, 16), (200, 40), (128, 64), (30, 129)):
         part = slice(first, first + rows)
-        some = multiply(array, a[part], b, a_scales[part], b_scales)
+        of_rows = np.array(a_scales[part], order="F" if rows > 2 else "C")
+        some = multiply(array, a[part], b, of_rows, b_scales)
         np.testing.assert_array_equal(some.view(np.uint16), whole[part].view(np.uint16))
 
 
@@ -157,7 +158,7 @@ def test_a_row_of_any_length_has_the_same_bits_alone(array, blocks, k):
 
 
 @codes
-@pytest.mark.parametrize("rows", [1, 40, 130])
+@pytest.mark.parametrize("rows", [1, 40, 130, 132])
 @pytest.mark.parametrize("make", [positive, powers])
 @pytest.mark.parametrize("column_major_scales", [False, True])
 @pytest.mark.parametrize("k", [700, 704])

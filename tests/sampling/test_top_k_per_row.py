@@ -69,6 +69,37 @@ def test_one_hard_row_alone(array):
         np.testing.assert_array_equal(top_k(array, x[None], 700), reference.top_k_per_row(x[None], 700))
 
 
+def masked_rows(cols: int) -> np.ndarray:
+    """All but few logits are equal, as a grammar's mask or a bias leaves them; where those that are not lie, differs."""
+    x = random((6, cols), np.dtype(np.float32), 5)
+    rows = []
+    for row, nothing in zip(x, [-np.inf, -np.inf, 0.0, -6e4, np.inf, 1.5], strict=True):
+        for first, count in [(0, 20), (cols - 30, 30), (cols // 3, 1), (cols // 2, 1500), (7, 0)]:
+            rows.append(np.full(cols, nothing, np.float32))
+            rows[-1][first : first + count] = row[:count]
+    scattered = np.where(np.arange(cols) % 61, -np.inf, x[0])
+    return np.array([*rows, scattered, np.where(np.arange(cols) < cols // 2, -np.inf, 2.0)], np.float32)
+
+
+@dtypes
+@pytest.mark.parametrize("k", [1, 50, 2048])
+@pytest.mark.parametrize("times", [1, 3, 9])
+def test_masked_rows(array, dtype, k, times):
+    x = masked_rows(20011).astype(dtype)
+    expected = reference.top_k_per_row(x, k)
+    np.testing.assert_array_equal(top_k(array, np.tile(x, (times, 1)), k), np.tile(expected, (times, 1)))
+    for row in x[:12]:  # shared by a cluster
+        np.testing.assert_array_equal(top_k(array, row[None], k), reference.top_k_per_row(row[None], k))
+
+
+def test_a_sample_that_misleads(array):
+    """Two blocks share a row: the first one's sample has what is large of its columns, and both together have not enough."""
+    x = random((64, 16390), np.dtype(np.float32))
+    x[:, :2048][:, ::3] = 100 + random((64, 683), np.dtype(np.float32), 1) ** 2 % 1
+    x[:, 9000:10100] = 100 + random((64, 1100), np.dtype(np.float32), 2) ** 2 % 1
+    np.testing.assert_array_equal(top_k(array, x, 2048), reference.top_k_per_row(x, 2048))
+
+
 @pytest.mark.parametrize("k", [1, 50, 2048])
 def test_many_hard_rows(array, k):
     """No row is shared: what some columns tell is wrong where others differ from them."""

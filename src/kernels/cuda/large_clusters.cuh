@@ -1,7 +1,8 @@
-// How many clusters find room that are larger than those of eight blocks, which every chip with clusters has.
+// How many clusters find room at once; those larger than eight blocks, not on every chip.
 #pragma once
 
 #include <atomic>
+#include <bit>
 
 #include "cuda/launch.h"
 
@@ -11,10 +12,11 @@ namespace pykv {
 // device, so that a kernel always has the same numbers.  The kernel is allowed such clusters, and so much shared memory.
 template <auto kKernel>
 int large_clusters_at_once(const Launch& launch, unsigned blocks, unsigned threads, int shared_bytes) {
-  constexpr int kDevices = 64, kUnknown = -1;
-  static std::atomic<int> known[kDevices];  // 1 more
+  constexpr int kDevices = 64, kSizes = 6, kUnknown = -1;
+  static std::atomic<int> knowns[kSizes][kDevices];  // 1 more; for powers of 2
   if (launch.device >= kDevices) return 0;
-  int clusters = known[launch.device].load(std::memory_order_relaxed) - 1;
+  std::atomic<int>& known = knowns[std::bit_width(blocks) - 1][launch.device];
+  int clusters = known.load(std::memory_order_relaxed) - 1;
   if (clusters == kUnknown) {
     cudaLaunchAttribute size;
     size.id = cudaLaunchAttributeClusterDimension;
@@ -31,7 +33,7 @@ int large_clusters_at_once(const Launch& launch, unsigned blocks, unsigned threa
       clusters = 0;
       cudaGetLastError();  // nobody else is to find it
     }
-    known[launch.device].store(clusters + 1, std::memory_order_relaxed);
+    known.store(clusters + 1, std::memory_order_relaxed);
   }
   return clusters;
 }

@@ -11,6 +11,7 @@
 #include "cuda/device.h"
 #include "quantization/group_quant_any.cuh"
 #include "quantization/group_quant_blocks.cuh"
+#include "quantization/group_quant_experts.cuh"
 
 namespace pykv {
 namespace {
@@ -131,53 +132,51 @@ struct Launcher {
   }
 
  private:
-  // Whether block_kernel took the call.
+  // Whether block_kernel or expert_kernel took the call.
   template <class Source, QuantScale kScale, QuantCode kCodes, bool kChoose = false>
   bool run_blocks() const {
-    constexpr int64_t kSize = kScale == QuantScale::kE4M3 ? 16 : 32;
-    // Where a scale is any number, one row leaves threads room that hide each other's arithmetic: at 4096 tokens 94 % of a copy,
-    // not 86; silu reads two numbers for each.
-    constexpr bool kNvfp4 = kScale == QuantScale::kE4M3;
-    constexpr uint32_t kRows = Source::kHalves == 2 || kNvfp4 ? 1 : 2;
-    constexpr int kMinBlocks = kChoose ? 7 : kNvfp4 && Source::kHalves == 1 ? 10 : 8;
+    constexpr bool kNvfp4 = kScale == QuantScale::kE4M3, kGated = Source::kHalves == 2;
+    constexpr int64_t kSize = kNvfp4 ? 16 : 32;
     const auto by_one_stride = [](const Rows& rows) { return (rows.size1 | rows.size2) == 1; };
-    const int64_t groups = args.width / kSize;
-    const bool tiled = args.tile_bits != 0, of_experts = args.of_experts.first.data != nullptr;
+    const int64_t groups = args.width / kSize, items = args.scale_groups * kSize / kUnit;
+    const bool tiled = args.tile_bits != 0;
     if (!aligned || args.codes != kCodes || args.rule.kind != kScale || args.group_size != kSize ||
-        args.width % kUnit || args.valid.counts.data || args.zero_rows ||
-        (of_experts && (kChoose || !is_aligned(16, args.scales))) || args.four_over_six != kChoose ||
+        args.width % kUnit || args.valid.counts.data || args.zero_rows || args.four_over_six != kChoose ||
         args.code_groups != groups || (!tiled && args.scale_groups != groups) ||
         !rows_aligned(16, args.out, args.out_rows, 1) || !by_one_stride(args.input_rows) ||
-        !by_one_stride(args.out_rows) || (!tiled && !by_one_stride(args.scale_rows)))
+        !by_one_stride(args.out_rows) || (!tiled && !by_one_stride(args.scale_rows)) || args.width > INT32_MAX / 16)
       return false;
-    const int threads = of_experts ? kMostThreads : kBlockThreads, warps = of_experts ? threads / 32 : 1;
-    const int64_t tile = int64_t{1} << args.tile_bits, rows = (args.rows + tile - 1) / tile * tile,
-                  fours = (args.scale_groups * kSize / kUnit + 3) / 4,
-                  across = tiled ? (fours + warps - 1) / warps * warps : args.width / kUnit,
-                  at_once = tiled ? 8 * kRows : kRows,
-                  total = (rows + at_once - 1) / at_once * across * (tiled ? 32 : 1);
-    if (args.width > INT32_MAX || rows > INT32_MAX - 128 || total > INT32_MAX - kMostThreads) return false;
-    const uint32_t step = args.tile_bits == 7 ? 2 : tiled ? 8 : 1;
-    const int64_t scale_step = args.tile_bits == 7 ? 32 : tiled ? args.tiles * 32 : args.scale_rows.stride0;
-    const BlockPlan plan{Divider(across),
-                         static_cast<uint32_t>(total),
-                         static_cast<uint32_t>(rows),
-                         step,
-                         step * args.out_rows.stride0,
-                         scale_step,
-                         (tiled || args.scale_group == 1) && is_aligned(2, args.scales, {scale_step})};
-    const auto start = [&](auto kernel) {
-      launch_dependent(kernel, static_cast<unsigned>((total + threads - 1) / threads), static_cast<unsigned>(threads),
-                       launch, "group_quant", args, plan, launch.reporter(args.of_experts.report));
+    const int64_t fours = (items + 3) / 4;
+    const auto start = [&](auto kernel, int64_t total, const auto&... plans) {
+      if (total > INT32_MAX - kBlockThreads) return false;
+      launch_dependent(kernel, static_cast<unsigned>((total + kBlockThreads - 1) / kBlockThreads), kBlockThreads,
+                       launch, "group_quant", args, plans...);
+      return true;
     };
-    // nvfp4 of numbers that are there is quicker by 4 % without the code for experts; the others are not.
-    constexpr bool kAlone = std::is_same_v<Source, Elements<T>> && kNvfp4;
-    if (!kAlone || of_experts) {
-      if constexpr (!kChoose) start(block_kernel<T, Source, kScale, kCodes, false, true, kRows, kMinBlocks>);
-    } else {
-      if constexpr (kAlone) start(block_kernel<T, Source, kScale, kCodes, kChoose, false, kRows, kMinBlocks>);
+    // As many threads on an SM as do not spill: they hide each other's arithmetic.
+    constexpr int kMinBlocks = kChoose ? 14 : kGated ? 16 : 20;
+    if (args.of_experts.first.data) {
+      if constexpr (!kChoose) {
+        const ExpertRows& of = args.of_experts;
+        const auto side_by_side = [](const Index& ids) { return !ids.is_int64 && ids.stride == 1; };
+        if (!is_aligned(16, args.scales) || args.rows > INT32_MAX - 8 || of.scale_rows > INT32_MAX) return false;
+        const ExpertPlan plan{Divider(fours), side_by_side(of.first) && side_by_side(of.scales_first),
+                              static_cast<uint32_t>(of.experts < 32 ? 0 : (of.experts + 31) / 32),
+                              static_cast<int32_t>(of.scale_rows), static_cast<uint32_t>(args.tiles * 512)};
+        return start(expert_kernel<T, Source, kScale, kCodes, kMinBlocks>, (args.rows + 7) / 8 * fours * 32, plan,
+                     launch.reporter(of.report));
+      }
+    } else if constexpr (kNvfp4 || !kGated) {  // silu to mxfp4 is of experts alone
+      const int64_t tile = int64_t{1} << args.tile_bits, rows = (args.rows + tile - 1) / tile * tile,
+                    total = tiled ? rows / 8 * fours * 32 : rows * (args.width / kUnit),
+                    scale_step = tiled ? 2 : args.scale_rows.stride0;
+      if (rows > INT32_MAX - 128) return false;
+      const BlockPlan plan{Divider(tiled ? fours : args.width / kUnit), static_cast<uint32_t>(total),
+                           static_cast<uint32_t>(rows),
+                           (tiled || args.scale_group == 1) && is_aligned(2, args.scales, {scale_step})};
+      return start(block_kernel<T, Source, kScale, kCodes, kChoose, kMinBlocks>, total, plan);
     }
-    return true;
+    return false;
   }
 
   // Whether byte_group_kernel took the call, with so many packs of a lane.

@@ -19,6 +19,7 @@ struct RowSlice {
   const T* row;
   int begin, end;
   int first_vector;  // the column of its first element
+  int width;         // columns of each block but the last ones, which may have less
 
   static constexpr int kSize = kPackSize<T>;
 
@@ -27,7 +28,8 @@ struct RowSlice {
     // Borders between blocks are borders between four vectors.
     const int vectors = (size + shift + kSize - 1) / kSize;
     const int each = ((vectors + blocks - 1) / blocks + 3) & ~3;
-    first_vector = rank * each * kSize - shift;
+    width = each * kSize;
+    first_vector = rank * width - shift;
     begin = max(first_vector, 0);
     end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
   }
@@ -67,22 +69,23 @@ struct RowSlice {
   }
 };
 
-// How many clusters of kMostBlocks there is room for at once, each block on a multiprocessor of its own: 0 where the chip has none.
+// Whether the blocks of all rows find room at once, each on a multiprocessor of its own.
 template <auto kKernel>
-int64_t room_for_most_blocks(const Launch& launch) {
+bool has_room_for(int64_t rows, int blocks, const Launch& launch) {
+  if (blocks == 1) return rows <= num_sms(launch.device);
   constexpr int kSharedBytes = 160 << 10;
-  return large_clusters_at_once<kKernel>(launch, kMostBlocks, kSelectThreads, kSharedBytes);
+  return rows <= large_clusters_at_once<kKernel>(launch, blocks, kSelectThreads, kSharedBytes);
 }
 
 // How many blocks share a row, a power of 2: as many as there is room for at once, each with some work.
 template <auto kKernel>
-int blocks_for_row(int64_t rows, int64_t cols, int64_t most, const Launch& launch) {
+int blocks_for_row(int64_t rows, int64_t cols, const Launch& launch) {
   constexpr int64_t kLeastColumns = 4096, kFewRows = 2;
   if (!overlaps_kernels(launch.device)) return 1;  // clusters came with the same chips
-  int64_t blocks = rows <= kFewRows && rows <= room_for_most_blocks<kKernel>(launch) ? kMostBlocks : kPortableBlocks;
+  int64_t blocks = rows <= kFewRows && has_room_for<kKernel>(rows, kMostBlocks, launch) ? kMostBlocks : kPortableBlocks;
   const int64_t room =
       num_sms(launch.device);  // of clusters that want two blocks on one, an H100 takes 62, and the others after them
-  while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns || blocks > most)) blocks /= 2;
+  while (blocks > 1 && (blocks * rows > room || cols / blocks < kLeastColumns)) blocks /= 2;
   return static_cast<int>(blocks);
 }
 

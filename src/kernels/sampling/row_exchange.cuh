@@ -76,8 +76,15 @@ class RowExchange {
     int before, total;
   };
   __device__ ListPlace place_of_list(int n) {
+    uint32_t key = 0;
+    return place_of_list(n, key);
+  }
+  // The same; `key` becomes the largest one of all blocks.
+  __device__ ListPlace place_of_list(int n, uint32_t& key) {
     if (blocks_ == 1) return {0, n};
-    const uint32_t size = static_cast<uint32_t>(number_of_lane(static_cast<uint64_t>(n), 0));
+    const uint64_t of_lane = number_of_lane(uint64_t{key} << 32 | static_cast<uint32_t>(n), 0);
+    key = __reduce_max_sync(0xffffffffu, static_cast<uint32_t>(of_lane >> 32));
+    const uint32_t size = static_cast<uint32_t>(of_lane);
     return {static_cast<int>(__reduce_add_sync(0xffffffffu, static_cast<int>(threadIdx.x) % 32 < rank_ ? size : 0)),
             static_cast<int>(__reduce_add_sync(0xffffffffu, size))};
   }

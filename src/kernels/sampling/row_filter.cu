@@ -146,11 +146,11 @@ __global__ __launch_bounds__(kSelectThreads,
 // Softmax alone.  A block keeps its columns in shared memory as floats, so that a row is read once and a share worked out once; a
 // thread has vectors of its own there.
 template <class T>
-__global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid_constant__ RowFilterArgs args,
+__global__ __launch_bounds__(kSelectThreads, 3) void softmax_kernel(const __grid_constant__ RowFilterArgs args,
                                                                     int blocks,
                                                                     const __grid_constant__ Reporter reporter) {
   extern __shared__ __align__(16) float4 kept[];
-  __shared__ RowMemory memory;
+  __shared__ TeamMemory memory;
   constexpr int kSize = kPackSize<T>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
   const int thread = threadIdx.x;
@@ -224,19 +224,19 @@ __global__ __launch_bounds__(kSelectThreads, 2) void softmax_kernel(const __grid
   }
 }
 
-// How many blocks share a row of softmax: so many that two of them find room on a multiprocessor, or at least one.  0: that is
+// How many blocks share a row of softmax: so many that three of them find room on a multiprocessor, or at least one.  0: that is
 // not possible.
 template <class T>
 int blocks_for_softmax(const RowFilterArgs& args, const Launch& launch, int& shared_bytes) {
-  constexpr int kTwoFit = 88 << 10, kOneFits = 190 << 10;
-  int blocks = blocks_for_row<softmax_kernel<T>>(args.num_rows, args.num_cols, kMostBlocks, launch);
+  constexpr int kThreeFit = 72 << 10, kOneFits = 190 << 10;
+  int blocks = blocks_for_row<softmax_kernel<T>>(args.num_rows, args.num_cols, launch);
   if (!overlaps_kernels(launch.device)) return 0;
   const auto bytes_of = [&](int count) {
     const int64_t vectors = args.num_cols / kPackSize<T> + 2;
     return static_cast<int>(
         std::min(((vectors + count - 1) / count + 3) * kPackSize<T> * int64_t{sizeof(float)}, int64_t{INT32_MAX}));
   };
-  while (blocks < kPortableBlocks && bytes_of(blocks) > kTwoFit) blocks *= 2;
+  while (blocks < kPortableBlocks && bytes_of(blocks) > kThreeFit) blocks *= 2;
   shared_bytes = bytes_of(blocks);
   return shared_bytes <= kOneFits ? blocks : 0;
 }
@@ -248,16 +248,13 @@ void row_filter_cuda(const RowFilterArgs& args, const Launch& launch) {
   const bool is_softmax = args.result == RowResult::kProbabilities && !args.of_probabilities && !args.top_k.given &&
                           !args.top_p.given && !args.min_p.given;
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    if constexpr (sizeof(T) == 4) {  // 16-bit rows are bound by arithmetic, not by reading twice
-      if (int bytes = 0; is_softmax) {
-        if (const int blocks = blocks_for_softmax<T>(args, launch, bytes))
-          return launch_rows<softmax_kernel<T>>(args.num_rows, blocks, kSelectThreads, bytes, launch, "row_filter",
-                                                args, blocks, launch.reporter(args.report));
-      }
+    if (int bytes = 0; is_softmax) {
+      if (const int blocks = blocks_for_softmax<T>(args, launch, bytes))
+        return launch_rows<softmax_kernel<T>>(args.num_rows, blocks, kSelectThreads, bytes, launch, "row_filter", args,
+                                              blocks, launch.reporter(args.report));
     }
     dispatch_bool(args.of_probabilities, [&]<bool kProbabilities>() {
-      const int blocks =
-          blocks_for_row<row_filter_kernel<T, kProbabilities>>(args.num_rows, args.num_cols, kMostBlocks, launch);
+      const int blocks = blocks_for_row<row_filter_kernel<T, kProbabilities>>(args.num_rows, args.num_cols, launch);
       launch_rows<row_filter_kernel<T, kProbabilities>>(
           args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch, "row_filter", args,
           blocks, room, launch.reporter(args.report), launch.reporter("token_logprobs: token_ids"));

@@ -7,19 +7,33 @@
 namespace pykv {
 
 // body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.  A pass that
-// goes backwards begins with what the one before it has left in the L2.
-template <int kVectors, bool kBackwards = false, class T, class Body>
+// goes backwards begins with what the one before it has left in the L2.  kAhead: the next vectors are loaded while these are worked
+// on, which wants registers.
+template <int kVectors, bool kBackwards = false, bool kAhead = false, class T, class Body>
 __device__ void each_vector(const RowSlice<T>& slice, Body body) {
   constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize, kGroup = kVectors * kStep;
   const int groups = (slice.end - slice.first_vector + kGroup - 1) / kGroup;
-  for (int i = 0; i < groups; ++i) {
+  const auto first_of = [&](int group) {
+    return slice.first_vector + (kBackwards ? groups - 1 - group : group) * kGroup +
+           static_cast<int>(threadIdx.x) * kSize;
+  };
+  const auto load = [&](int group, Pack<T>(&raw)[kVectors]) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first_of(group) + v * kStep);
+  };
+  Pack<T> next[kVectors];
+  if (kAhead) load(0, next);
+  for (int group = 0; group < groups; ++group) {
     Pack<T> raw[kVectors];
-    const int first =
-        slice.first_vector + (kBackwards ? groups - 1 - i : i) * kGroup + static_cast<int>(threadIdx.x) * kSize;
+    if (kAhead) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(first + v * kStep);
+      for (int v = 0; v < kVectors; ++v) raw[v] = next[v];
+      load(group + 1, next);
+    } else {
+      load(group, raw);
+    }
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) body(first + v * kStep, to_floats(raw[v]));
+    for (int v = 0; v < kVectors; ++v) body(first_of(group) + v * kStep, to_floats(raw[v]));
   }
 }
 

@@ -53,8 +53,9 @@ __device__ inline float logarithm_of_2(float x) {
   return result;
 }
 
-// kPlain: nothing but temperatures is given, and so there is less code, for which registers suffice.
-template <class T, bool kAdjusted, bool kPlain>
+// kPlain: nothing but temperatures is given, and so there is less code, for which registers suffice.  kAhead: passes load what
+// comes next while they work, which wants registers.
+template <class T, bool kAdjusted, bool kPlain, bool kAhead>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
@@ -114,7 +115,7 @@ class RowSampler {
 
   // False in blocks whose part is done.
   __device__ bool draw_from_list(Drawn& drawn) {
-    using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4>;
+    using Candidates = TopKCandidates<T, kAdjusted ? 1 : 4, kAhead>;
     const int thread = threadIdx.x, k = r_.k;
     constexpr float kLeastFinite = -0x1.fffffep127f;
     int n = Candidates::find(slice_, k, kLeastFinite, team_.exchange(), entries_, room_, memory_.select,
@@ -183,7 +184,7 @@ class RowSampler {
     bool is_bounded = !tries;
     if (tries && !r_.greedy && !by_k && r_.log_min_p == -INFINITY) {
       const BoundedLargest first =
-          bounds_with_largest(team_, memory_, slice_, args_.num_cols, r_.scale, r_.top_p, own_value);
+          bounds_with_largest<kAhead>(team_, memory_, slice_, args_.num_cols, r_.scale, r_.top_p, own_value);
       drawn.largest = first.largest;
       if (!(first.largest > -INFINITY)) {
         drawn.entry = first.largest == -INFINITY ? 0 : entry_of(kKeyOfNan, 0);
@@ -241,7 +242,7 @@ class RowSampler {
     const float scale = r_.scale, next_smaller = next_below(logit);
     const EntryBound candidates(floor);
     Masses sums{0, 0};
-    each_vector<kVectors>(slice_, [&](int first, const Vec<float, kSize>& raw) {
+    each_vector<kVectors, false, kAhead>(slice_, [&](int first, const Vec<float, kSize>& raw) {
       Vec<float, kSize> x = values(first, raw);
       if (floor != 0)
 #pragma unroll
@@ -283,7 +284,7 @@ class RowSampler {
     constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
     int at = 0;  // the vector with the first one; before column 0, too
-    each_vector<kAtOnce>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+    each_vector<kAtOnce, false, kAhead>(slice_, [&](int column, const Vec<float, kSize>& raw) {
       const float x = largest_of(values(column, raw));
       if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
       largest = x;

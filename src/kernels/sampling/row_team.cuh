@@ -7,10 +7,12 @@ namespace pykv {
 
 constexpr int kBins = 2048, kBinsOfOctave = 32;
 
-struct RowMemory {
-  SelectMemory select;
+struct TeamMemory {
   ExchangeMemory exchange;
   uint64_t parts[2][kSelectWarps];
+};
+struct RowMemory : TeamMemory {
+  SelectMemory select;
   int bin, last_sure_bin;
   Mass before;
   alignas(16) uint32_t bins_low[kBins], bins_high[kBins];  // sums of 64 bits
@@ -27,7 +29,7 @@ struct Plus {
 // has not come to the barrier of the second.
 class RowTeam {
  public:
-  __device__ RowTeam(RowMemory& memory, int rank, int blocks)
+  __device__ RowTeam(TeamMemory& memory, int rank, int blocks)
       : memory_(memory), exchange_(memory.exchange, rank, blocks) {}
   __device__ void wait_for_blocks() const { exchange_.wait_for_blocks(); }
 
@@ -104,7 +106,7 @@ class RowTeam {
     return lower;
   }
 
-  RowMemory& memory_;
+  TeamMemory& memory_;
   RowExchange exchange_;
   int use_ = 0;
 };

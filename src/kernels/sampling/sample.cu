@@ -12,11 +12,11 @@ __device__ inline void prefetch_sample_row(const SampleArgs& args, int64_t row) 
     if (list->data) prefetch(static_cast<const char*>(list->data) + row * list->stride * (list->is_int64 ? 8 : 4));
 }
 
+// Where there are options, registers for loads ahead are worth more than a second block on a multiprocessor.
 template <class T, bool kAdjusted, bool kPlain>
 __global__ __launch_bounds__(kSelectThreads,
-                             kAdjusted ? 1 : 2) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
-                                                                   int room,
-                                                                   const __grid_constant__ Reporter reporter) {
+                             kPlain ? 2 : 1) void sample_kernel(const __grid_constant__ SampleArgs args, int blocks,
+                                                                int room, const __grid_constant__ Reporter reporter) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ RowMemory memory;
   const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
@@ -35,8 +35,8 @@ __global__ __launch_bounds__(kSelectThreads,
   }
   __syncthreads();
   team.wait_for_blocks();
-  RowSampler<T, kAdjusted, kPlain>(args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team,
-                                   memory, search, entries, room)
+  RowSampler<T, kAdjusted, kPlain, !kAdjusted && !kPlain>(
+      args, slice, of_row, *reinterpret_cast<const RowAdjustments*>(adjusted), team, memory, search, entries, room)
       .draw(row, reporter);
 }
 
@@ -48,8 +48,9 @@ void sample_cuda(const SampleArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
     const auto run = [&]<bool kAdjusted, bool kPlain>() {
       constexpr auto kKernel = sample_kernel<T, kAdjusted, kPlain>;
-      const int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, kMostBlocks, launch);
-      const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed, blocks);
+      int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch);
+      while (!kPlain && blocks > 1 && !has_room_for<kKernel>(args.num_rows, blocks, launch)) blocks /= 2;
+      const int room = kPlain ? 0 : TopKCandidates<T, 1>::room(kMostListed);
       launch_rows<kKernel>(args.num_rows, blocks, kSelectThreads, room * static_cast<int>(sizeof(Entry)), launch,
                            "sample", args, blocks, room, launch.reporter("sample: logits"));
     };

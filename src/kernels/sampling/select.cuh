@@ -12,10 +12,11 @@ namespace pykv {
 constexpr int kSelectThreads = 512, kSelectWarps = kSelectThreads / 32;
 
 constexpr int kSelectBits = 10, kSelectBins = 1 << kSelectBits;  // of a step of bound_of_first
+constexpr int kSelectFew = 128;                                  // so many are compared with each other
 
 struct SelectMemory {
   uint32_t largest[kSelectWarps], least[kSelectWarps];
-  Entry all[kSelectWarps], any[kSelectWarps];
+  Entry few[kSelectFew], found;
   uint32_t digit, with_digit, before;
   uint32_t parts[kSelectWarps];
   alignas(8) uint32_t bins[kSelectBins];
@@ -114,89 +115,98 @@ __device__ uint32_t largest_bound(const uint32_t (&keys)[kKeys], uint32_t wanted
   }
 }
 
-__device__ inline Entry and_of_warp(Entry x) {
-  return Entry{__reduce_and_sync(0xffffffffu, key_of(x))} << 32 |
-         __reduce_and_sync(0xffffffffu, static_cast<uint32_t>(x));
-}
-__device__ inline Entry or_of_warp(Entry x) {
-  return Entry{__reduce_or_sync(0xffffffffu, key_of(x))} << 32 |
-         __reduce_or_sync(0xffffffffu, static_cast<uint32_t>(x));
-}
-
-// The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step counts how many
-// entries have which of their first bits that differ, and goes on with those among which the bound lies.
-__device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
-  if (n <= wanted) return 0;
-  if (threadIdx.x == 0) memory.num_few = 0;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  Entry bound = 0;
-  int known = 0;  // bits of it, from the highest one
-  uint32_t missing = static_cast<uint32_t>(wanted);
-  while (true) {
-    const auto in_question = [&](Entry entry) { return known == 0 || (entry ^ bound) >> (64 - known) == 0; };
-    Entry all = ~Entry{0}, any = 0;
-    for (int i = thread; i < n; i += kSelectThreads) {
-      const Entry entry = entries[i];
-      if (!in_question(entry)) continue;
-      all &= entry;
-      any |= entry;
+// body(entry) for the entries of this thread.  Several are loaded before the first one is worked on.
+template <int kAtOnce, class Body>
+__device__ void each_entry(const Entry* entries, int n, Body body) {
+#pragma unroll 1
+  for (int first = threadIdx.x; first < n; first += kAtOnce * kSelectThreads) {
+    Entry own[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = first + i * kSelectThreads;
+      own[i] = at < n ? entries[at] : 0;
     }
-    all = and_of_warp(all);
-    any = or_of_warp(any);
-    if (lane == 0) {
-      memory.all[warp] = all;
-      memory.any[warp] = any;
-    }
-    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
-    __syncthreads();
-    // A lane for each warp: were each thread to read them all, that would take longer than all else.
-    all = lane < kSelectWarps ? memory.all[lane] : ~Entry{0};
-    any = lane < kSelectWarps ? memory.any[lane] : 0;
-    all = and_of_warp(all);
-    any = or_of_warp(any);
-    if (all == any) return all;  // a single one
-    const int top = 63 - __clzll(static_cast<long long>(all ^ any)), last = max(top - kSelectBits + 1, 0);
-    const uint32_t mask = (2u << (top - last)) - 1u;
-    for (int i = thread; i < n; i += kSelectThreads) {
-      const Entry entry = entries[i];
-      if (in_question(entry)) atomicAdd(&memory.bins[static_cast<uint32_t>(entry >> last) & mask], 1u);
-    }
-    __syncthreads();
-    const CountedBin found = bin_of(missing, memory);
-    bound = (any >> top >> 1 << top << 1) | Entry{found.bin} << last;
-    missing -= found.before;
-    if (missing == found.in_it) return bound;
-    constexpr uint32_t kFew = kSelectBins * sizeof(uint32_t) / sizeof(Entry);
-    static_assert(kFew <= kSelectThreads);
-    if (found.in_it <= kFew) {  // how many of them come before each tells which it is
-      Entry* few = reinterpret_cast<Entry*>(memory.bins);
-      for (int i = thread; i < n; i += kSelectThreads)
-        if ((entries[i] ^ bound) >> last == 0) few[atomicAdd(&memory.num_few, 1u)] = entries[i];
-      __syncthreads();
-      const int num_few = static_cast<int>(found.in_it);
-      if (thread < num_few) {
-        const Entry own = few[thread];
-        uint32_t rank = 1;
-        for (int i = 0; i < num_few; ++i) rank += few[i] > own;
-        if (rank == missing) memory.all[0] = own;
-      }
-      __syncthreads();
-      return memory.all[0];
-    }
-    known = 64 - last;
-    __syncthreads();  // what is in memory has been read
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (own[i] != 0) body(own[i]);
   }
 }
 
-// Keeps entries that are not below t, in any order, and gives their number.
-__device__ inline int keep_not_below(Entry t, Entry* entries, int n, SelectMemory& memory) {
+// The smallest of the first `wanted` of n different entries, or a number between it and the next one.  Each step divides the range
+// of the keys in question into parts, counts how many are in each, and goes on with the part in which the bound lies.  Where all
+// that are in question have the same key, the same is done with the rest of their bits.
+__device__ inline Entry bound_of_first(const Entry* entries, int n, int wanted, SelectMemory& memory) {
+  if (n <= wanted) return 0;
+  const int thread = threadIdx.x, lane = thread % 32;
+  constexpr int kAtOnce = 8;
+  if (thread == 0) memory.num_few = 0;
+  uint32_t missing = static_cast<uint32_t>(wanted), key = 0;
+  uint32_t from = 0, to = ~0u;  // of the words in question
+#pragma unroll 1
+  while (true) {
+    const auto word_of = [&](Entry entry) { return key == 0 ? key_of(entry) : static_cast<uint32_t>(entry); };
+    const auto in_question = [&](Entry entry) {
+      return word_of(entry) >= from && word_of(entry) <= to && (key == 0 || key_of(entry) == key);
+    };
+    uint32_t least = ~0u, largest = 0;
+    each_entry<kAtOnce>(entries, n, [&](Entry entry) {
+      if (!in_question(entry)) return;
+      least = min(least, word_of(entry));
+      largest = max(largest, word_of(entry));
+    });
+    least = __reduce_min_sync(0xffffffffu, least);
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    if (lane == 0) {
+      memory.least[thread / 32] = least;
+      memory.largest[thread / 32] = largest;
+    }
+    for (int i = thread; i < kSelectBins; i += kSelectThreads) memory.bins[i] = 0;
+    __syncthreads();
+    from = __reduce_min_sync(0xffffffffu, memory.least[lane % kSelectWarps]);
+    to = __reduce_max_sync(0xffffffffu, memory.largest[lane % kSelectWarps]);
+    const int shift = max(32 - kSelectBits - __clz(static_cast<int>(to - from)), 0);
+    each_entry<kAtOnce>(entries, n, [&](Entry entry) {
+      if (in_question(entry)) atomicAdd(&memory.bins[(word_of(entry) - from) >> shift], 1u);
+    });
+    __syncthreads();
+    const CountedBin found = bin_of(missing, memory);
+    missing -= found.before;
+    from += found.bin << shift;
+    to = min(to, from + ((1u << shift) - 1u));
+    if (missing == found.in_it) return key == 0 ? Entry{from} << 32 : Entry{key} << 32 | from;
+    if (found.in_it <= kSelectFew) {  // how many of them come before each tells which it is
+      each_entry<kAtOnce>(entries, n, [&](Entry entry) {
+        if (in_question(entry)) memory.few[atomicAdd(&memory.num_few, 1u)] = entry;
+      });
+      __syncthreads();
+      const int num_few = static_cast<int>(found.in_it);
+      if (thread < num_few) {
+        const Entry own = memory.few[thread];
+        uint32_t before = 0;
+#pragma unroll 4
+        for (int i = 0; i < num_few; ++i) before += memory.few[i] > own;
+        if (before == missing - 1) memory.found = own;
+      }
+      __syncthreads();
+      return memory.found;
+    }
+    if (from == to) {
+      key = from;
+      from = 0;
+      to = ~0u;
+    }
+  }
+}
+
+// Keeps entries above t, in any order, and gives their number.
+__device__ inline int keep_above(Entry t, Entry* entries, int n, SelectMemory& memory) {
   if (threadIdx.x == 0) memory.count = 0;
   // What is kept goes to places before those that are read next.
   for (int first = 0; first < n; first += kSelectThreads) {
     const int i = first + static_cast<int>(threadIdx.x);
     const Entry entry = i < n ? entries[i] : 0;
     __syncthreads();
-    if (i < n && entry >= t) entries[atomicAdd(&memory.count, 1u)] = entry;
+    if (i < n && entry > t) entries[atomicAdd(&memory.count, 1u)] = entry;
   }
   __syncthreads();
   return static_cast<int>(memory.count);
@@ -247,7 +257,7 @@ __device__ inline int first_entries(Entry* entries, int n, int k, SelectMemory& 
     sort_entries(entries, n);
     return min(n, k);
   }
-  if (n > k) n = keep_not_below(bound_of_first(entries, n, k, memory), entries, n, memory);
+  if (n > k) n = keep_above(bound_of_first(entries, n, k, memory) - 1, entries, n, memory);
   sort_entries(entries, n);
   return n;
 }

@@ -108,7 +108,7 @@ struct BoundedLargest {
   bool is_bounded;
   TargetBounds bounds;
 };
-template <class T, class Value>
+template <bool kAhead, class T, class Value>
 __device__ BoundedLargest bounds_with_largest(RowTeam& team, RowMemory& memory, const RowSlice<T>& slice, int num_cols,
                                               float scale, float top_p, Value value) {
   constexpr int kSize = kPackSize<T>;
@@ -117,7 +117,7 @@ __device__ BoundedLargest bounds_with_largest(RowTeam& team, RowMemory& memory, 
   const BinUnit unit(num_cols, false);
   clear_bins(memory);
   float own_largest = -INFINITY, first_place = INFINITY;
-  each_vector<2>(slice, [&](int first, const Vec<float, kSize>& raw) {
+  each_vector<2, false, kAhead>(slice, [&](int first, const Vec<float, kSize>& raw) {
     Vec<float, kSize> x;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) x[i] = value(raw[i], first + i);

@@ -12,10 +12,12 @@ struct Reporters {
 
 constexpr int kWindowWords = 4096;  // of a window of columns, a bit each
 
-template <class T>
-__global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const __grid_constant__ TopKPerRowArgs args,
-                                                                          int blocks, int room,
-                                                                          const __grid_constant__ Reporters reporters) {
+// kAlone: each block has a multiprocessor for itself, and so twice the registers.
+template <class T, bool kAlone>
+__global__ __launch_bounds__(kSelectThreads,
+                             kAlone ? 1 : 2) void top_k_per_row_kernel(const __grid_constant__ TopKPerRowArgs args,
+                                                                       int blocks, int room,
+                                                                       const __grid_constant__ Reporters reporters) {
   extern __shared__ __align__(16) Entry entries[];
   __shared__ SelectMemory memory;
   __shared__ ExchangeMemory exchange_memory;
@@ -43,7 +45,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
       for (int i = thread; i < args.k; i += kSelectThreads) finish(i, i < range.k ? i : -1);
     return;
   }
-  using Candidates = TopKCandidates<T>;
+  using Candidates = TopKCandidates<T, 4, kAlone>;
   int n = Candidates::find(slice, range.k, -INFINITY, exchange, entries, room, memory, [](float x, int) { return x; });
   if (!is_first) return;
   for (int i = range.k + thread; i < args.k; i += kSelectThreads) finish(i, -1);
@@ -61,37 +63,39 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
   const Entry bound = bound_of_first(entries, n, range.k, memory);
   // In the order of their indices: a bit for each column of a window, and a window after the other.
   using Words = Vec<uint32_t, 4>;
-  constexpr int kWindow = 32 * kWindowWords, kOfThread = kWindowWords / 4 / kSelectThreads;
+  constexpr int kWindow = 32 * kWindowWords, kOfThread = kWindowWords / 4 / kSelectThreads, kAtOnce = 4;
   static_assert(kWindowWords / 4 <= kSelectBins);
   Words* bits = reinterpret_cast<Words*>(entries + room);
+  bool has_nan = false;
   uint32_t done = 0;
   for (uint32_t window = 0; window < static_cast<uint32_t>(range.size); window += kWindow) {
-    for (int i = 0; i < kOfThread; ++i) bits[thread * kOfThread + i] = Words{};
+    for (int i = 0; i < kOfThread; ++i) bits[thread + i * kSelectThreads] = Words{};
     __syncthreads();
-    for (int i = thread; i < n; i += kSelectThreads) {
-      const Entry entry = entries[i];
+    each_entry<kAtOnce>(entries, n, [&](Entry entry) {
       const uint32_t at = index_of(entry) - window;
-      if (entry < bound || at >= kWindow) continue;
+      if (entry < bound || at >= kWindow) return;
       atomicOr(&bits[0][0] + at / 32, 1u << at % 32);
-      if (key_of(entry) == kKeyOfNan) reporters.nan(row, kRowHasNan);
-    }
+      has_nan |= key_of(entry) == kKeyOfNan;
+    });
     __syncthreads();
     // How many come before each vector of words, and so before each entry.
-    uint32_t count = 0, total;
-#pragma unroll
-    for (int i = 0; i < 4 * kOfThread; ++i) count += __popc(bits[thread * kOfThread + i / 4][i % 4]);
-    uint32_t before = done + sum_before(count, memory, total);
+    uint32_t counts[kOfThread], count = 0, total;
 #pragma unroll
     for (int i = 0; i < kOfThread; ++i) {
       const Words words = bits[thread * kOfThread + i];
+      counts[i] = __popc(words[0]) + __popc(words[1]) + __popc(words[2]) + __popc(words[3]);
+      count += counts[i];
+    }
+    uint32_t before = done + sum_before(count, memory, total);
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i) {
       memory.bins[thread * kOfThread + i] = before;
-      before += __popc(words[0]) + __popc(words[1]) + __popc(words[2]) + __popc(words[3]);
+      before += counts[i];
     }
     __syncthreads();
-    for (int i = thread; i < n; i += kSelectThreads) {
-      const Entry entry = entries[i];
+    each_entry<kAtOnce>(entries, n, [&](Entry entry) {
       const uint32_t at = index_of(entry) - window;
-      if (entry < bound || at >= kWindow) continue;
+      if (entry < bound || at >= kWindow) return;
       const Words words = bits[at / 128];
       uint32_t place = memory.bins[at / 128];
 #pragma unroll
@@ -100,25 +104,27 @@ __global__ __launch_bounds__(kSelectThreads, 2) void top_k_per_row_kernel(const 
         place += __popc(words[w] & lower);
       }
       finish(static_cast<int>(place), static_cast<int>(index_of(entry)));
-    }
+    });
     __syncthreads();
     done += total;
   }
+  if (has_nan) reporters.nan(row, kRowHasNan);
 }
 
 }  // namespace
 
 void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
   dispatch<half, bf16, float>(args.dtype, [&]<class T>() {
-    using Candidates = TopKCandidates<T>;
-    const int blocks =
-        blocks_for_row<top_k_per_row_kernel<T>>(args.num_rows, args.num_cols, Candidates::most_blocks(args.k), launch);
-    const int room = Candidates::room(args.k, blocks);
+    constexpr auto kKernel = top_k_per_row_kernel<T, true>;
+    const int blocks = blocks_for_row<kKernel>(args.num_rows, args.num_cols, launch);
+    const int room = TopKCandidates<T>::room(args.k);
     Reporters reporters{.arguments = {}, .nan = launch.reporter("top_k_per_row: logits")};
     for (int i = 0; i < 3; ++i) reporters.arguments[i] = launch.reporter(kRowArguments[i]);
-    launch_rows<top_k_per_row_kernel<T>>(args.num_rows, blocks, kSelectThreads,
-                                         room * static_cast<int>(sizeof(Entry)) + kWindowWords * 4, launch,
-                                         "top_k_per_row", args, blocks, room, reporters);
+    dispatch_bool(has_room_for<kKernel>(args.num_rows, blocks, launch), [&]<bool kAlone>() {
+      launch_rows<top_k_per_row_kernel<T, kAlone>>(args.num_rows, blocks, kSelectThreads,
+                                                   room * static_cast<int>(sizeof(Entry)) + kWindowWords * 4, launch,
+                                                   "top_k_per_row", args, blocks, room, reporters);
+    });
   });
 }
 
