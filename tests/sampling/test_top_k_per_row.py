@@ -70,7 +70,7 @@ def test_one_hard_row_alone(array):
 
 
 def masked_rows(cols: int) -> np.ndarray:
-    """All but few logits are equal, as a grammar's mask or a bias leaves them; where those that are not lie, differs."""
+    """All but few logits are equal, as a grammar's mask or a bias leaves them; where the others lie, differs."""
     x = random((6, cols), np.dtype(np.float32), 5)
     rows = []
     for row, nothing in zip(x, [-np.inf, -np.inf, 0.0, -6e4, np.inf, 1.5], strict=True):
@@ -93,7 +93,7 @@ def test_masked_rows(array, dtype, k, times):
 
 
 def test_a_sample_that_misleads(array):
-    """Two blocks share a row: the first one's sample has what is large of its columns, and both together have not enough."""
+    """Two blocks share a row: the sample of the first has its large logits, and both together have not enough."""
     x = random((64, 16390), np.dtype(np.float32))
     x[:, :2048][:, ::3] = 100 + random((64, 683), np.dtype(np.float32), 1) ** 2 % 1
     x[:, 9000:10100] = 100 + random((64, 1100), np.dtype(np.float32), 2) ** 2 % 1
