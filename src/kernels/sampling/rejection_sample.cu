@@ -54,7 +54,7 @@ __global__ __launch_bounds__(kSelectThreads,
 }  // namespace
 
 void rejection_sample_cuda(const RejectionSampleArgs& args, const Launch& launch) {
-  const int blocks = blocks_for_row<rejection_sample_kernel>(args.num_requests, args.vocab_size, kMostBlocks, launch);
+  const int blocks = blocks_for_row<rejection_sample_kernel>(args.num_requests, args.vocab_size, launch);
   const Reporters reporters{launch.reporter("rejection_sample: draft_lens"),
                             launch.reporter("rejection_sample: draft_token_ids"),
                             launch.reporter("rejection_sample: target_probs")};

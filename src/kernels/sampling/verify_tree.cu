@@ -140,8 +140,7 @@ __global__ __launch_bounds__(kSelectThreads, 2) void verify_tree_kernel(const __
 }  // namespace
 
 void verify_tree_cuda(const VerifyTreeArgs& args, const Launch& launch) {
-  const int blocks =
-      args.target ? blocks_for_row<verify_tree_kernel>(args.num_requests, args.vocab_size, kMostBlocks, launch) : 1;
+  const int blocks = args.target ? blocks_for_row<verify_tree_kernel>(args.num_requests, args.vocab_size, launch) : 1;
   Reporters reporters{};
   for (int i = 0; i < 5; ++i) reporters.of[i] = launch.reporter(kTreeReports[i]);
   launch_rows<verify_tree_kernel>(args.num_requests, blocks, kSelectThreads,
