@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
 }
 
 // Of the columns: what is summed in which order depends on this alone, not on the number of tokens.
-int segments_of(const PackedWeight& w, int64_t row_tiles, int sms) {
+int segments_of(const PackedWeight& w, int sms) {
+  const int64_t row_tiles = (w.n + kRows - 1) / kRows;
   return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
 }
 
@@ -214,7 +215,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
     return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
   };
   const int64_t x_stride = map.rows || args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
-  const int segments = segments_of(w, row_tiles, num_sms(launch.device));
+  const int segments = segments_of(w, num_sms(launch.device));
   if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
@@ -321,8 +322,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
 
 void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
-  const int64_t row_tiles = (args.weight.n + packed_gemm_sm90::kRows - 1) / packed_gemm_sm90::kRows;
-  const int segments = packed_gemm_sm90::segments_of(args.weight, row_tiles, num_sms(launch.device));
+  const int segments = packed_gemm_sm90::segments_of(args.weight, num_sms(launch.device));
   if (packed_gemm_few_sm90(args, segments, launch)) return;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
