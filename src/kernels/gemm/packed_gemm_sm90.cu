@@ -13,7 +13,7 @@
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
 // The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With few tokens and tiles, eight more warps of the
-// block and a second block of a cluster sum some of them; with many, a block sums all, one after another.  They are added in the same
+// block sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
 // int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
@@ -33,10 +33,11 @@ namespace packed_gemm_sm90 {  // not an unnamed one, whose members the compiler 
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// Rounds sums [piece][token][kPitch], added up over the pieces of all blocks of the cluster, to rows of out: each `splits`-th.
+// Rounds sums [piece][token][kPitch], the last piece at `last`, added up over the pieces of all blocks of the cluster, to rows of
+// out: each `splits`-th.
 template <class S>
-__device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row, int rank,
-                      int32_t weight) {
+__device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, uint32_t last,
+                      int64_t first_row, int rank, int32_t weight) {
   using T = typename S::Element;
   const int lane = threadIdx.x % 32, splits = p.splits;
   const int64_t n = first_row + lane * 4;
@@ -49,17 +50,18 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
   for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += S::kMultipliers / 32 * splits) {
     const int row = of_out[token];
     if (row < 0) continue;
-    const uint32_t at = sums + (token * kPitch + lane * 4) * 4;
+    const uint32_t in_piece = (token * kPitch + lane * 4) * 4, at = sums + in_piece;
     float4 sum;
     if (!p.keeps()) {
-      sum = load_shared_float4(at);
+      sum = load_shared_float4(last + in_piece);
     } else {
       const int pieces = p.each * S::kParts;  // of a block
       float4 pieces_of[kMostSegments];
 #pragma unroll
       for (int s = 0; s < kMostSegments; ++s)
         if (s < p.segments) {
-          const uint32_t piece = at + s % pieces * S::kSumBytes;
+          const uint32_t piece =
+              S::kLastInRing && s % pieces == pieces - 1 ? last + in_piece : at + s % pieces * S::kSumBytes;
           pieces_of[s] =
               splits == 1 ? load_shared_float4(piece) : load_cluster_float4(cluster_address(piece, s / pieces));
         }
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     {
       Multiplier<S> multiplier(p, ring, table, shift);
       multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
-      if (!p.keeps()) {
+      if (S::kLastInRing || !p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
         multiplier.store(data);
       }
@@ -166,8 +168,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       named_barrier_sync(1, S::kMultipliers);
     }
-    const uint32_t sums = p.keeps() ? data + p.stages * p.stage_bytes : data;
-    write<S>(p, rows, sums, int64_t{row_tile} * kRows, split, weight);
+    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{row_tile} * kRows, split, weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -178,7 +179,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
 }
 
 // Of the columns: what is summed in which order depends on this alone, not on the number of tokens.
-int segments_of(const PackedWeight& w, int64_t row_tiles, int sms) {
+int segments_of(const PackedWeight& w, int sms) {
+  const int64_t row_tiles = (w.n + kRows - 1) / kRows;
   return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
 }
 
@@ -214,7 +216,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
     return reinterpret_cast<uintptr_t>(pointer) % (2 * count) == 0 && stride % count == 0;
   };
   const int64_t x_stride = map.rows || args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
-  const int segments = segments_of(w, row_tiles, num_sms(launch.device));
+  const int segments = segments_of(w, num_sms(launch.device));
   if (splits > segments / S::kParts) splits = segments / S::kParts;
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
@@ -261,7 +263,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   if (S::kFolds) p.stage_bytes = S::kLowsAt + 2 * kRows;
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
-  const int whole = p.each < segments ? segments / splits * S::kSumBytes : S::kTokens * kRows * 4;
+  const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
@@ -286,9 +289,11 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
     return row_tiles *
            (map.rows ? map.num_blocks * map.block_size / (tokens < of ? tokens : of) : (args.num_rows + of - 1) / of);
   };
+  // Tiles of 128 tokens with half of the columns each, rather than as many of 64 tokens: codes are decoded for more of them.
+  const bool shares = kMinima != Minima::kAdded && !map.rows && tiles(128) * 2 <= sms && tiles(64) * 2 > sms;
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
-    const int splits = kTokens <= 64 && count * 2 <= sms ? 2 : 1;
+    const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
     launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
@@ -296,7 +301,7 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   if (tokens <= 8) return run.template operator()<8>();
   if (tokens <= 16) return run.template operator()<16>();
   if (tokens <= 32) return run.template operator()<32>();
-  if (tokens <= 64 || tiles(64) <= sms) return run.template operator()<64>();
+  if (tokens <= 64 || (tiles(64) <= sms && !shares)) return run.template operator()<64>();
   run.template operator()<128>();
 }
 
@@ -321,8 +326,7 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
 
 void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
-  const int64_t row_tiles = (args.weight.n + packed_gemm_sm90::kRows - 1) / packed_gemm_sm90::kRows;
-  const int segments = packed_gemm_sm90::segments_of(args.weight, row_tiles, num_sms(launch.device));
+  const int segments = packed_gemm_sm90::segments_of(args.weight, num_sms(launch.device));
   if (packed_gemm_few_sm90(args, segments, launch)) return;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {

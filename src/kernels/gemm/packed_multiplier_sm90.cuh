@@ -69,8 +69,8 @@ class Multiplier {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
     const auto end_segment = [&] {
-      if (S::kMaySplit && p_.keeps()) {
-        keep(segment % (p_.each * S::kParts));
+      if (p_.keeps()) {
+        if (!S::kLastInRing || segment + 1 < (part + 1) * p_.each) keep(segment % (p_.each * S::kParts));
       } else {
         join(segment);
       }

@@ -55,7 +55,9 @@ struct Shape {
   // Whoever waits for codes waits for factors too: one barrier tells of both.
   static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
-  static constexpr bool kMaySplit = kTokens <= 64;
+  // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
+  // room beside it.
+  static constexpr bool kLastInRing = kTokens > 64;
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
 };
