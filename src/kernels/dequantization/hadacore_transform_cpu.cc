@@ -18,8 +18,8 @@ template <int kStep>
 [[gnu::always_inline]] inline Floats within(Floats v, int64_t end) {
   if constexpr (kStep < kWidth) {
     if (kStep >= end) return v;
-    Words partners;
-    Floats signs;
+    Words partners{};
+    Floats signs{};  // both are filled below; GCC 12 does not see it
     for (int i = 0; i < kWidth; ++i) {
       partners[i] = static_cast<uint32_t>(i ^ kStep);
       signs[i] = i & kStep ? -1.0f : 1.0f;
