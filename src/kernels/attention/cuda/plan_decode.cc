@@ -116,12 +116,18 @@ bool Planner::decode_clusters(Request r, const LineSizes& of_line) {
       if (decode_either(r, usual, line_sizes(r.kind, head_size, false, columns, false, true))) return true;
     }
   }
-  // Where elements are to be widened and keys are so many that 64 SMs are busier with that than with waiting: twelve warps.
-  const bool may_be_wide = head_size == 128 && columns <= 8 && !invariant && usual.narrow();
-  if (may_be_wide && size.warps == usual.warps && size.spans == 1 &&
-      most_keys(r, usual.tile()) > kManyKeys * size.blocks) {
+  if (head_size == 128 && columns <= 8 && !invariant) {
     const ClusterSizes wide = cluster_sizes(r.kind, head_size, columns, true, false);
-    const Clusters of_wide = cluster_size(r, wide);
+    const int64_t heads = r.heads(), sms = d_.sms;
+    Clusters of_wide{0, 0};
+    if (size.warps == usual.warps) {
+      // Twelve warps, where elements are to be widened and keys are so many that 64 SMs are busier with that than with waiting.
+      const bool are_many = size.spans == 1 && most_keys(r, usual.tile()) > kManyKeys * size.blocks;
+      if (usual.narrow() && are_many) of_wide = cluster_size(r, wide);
+    } else if (size.blocks > 0 && heads > 2 * sms) {
+      // More than two blocks for each SM, of four warps, or of three if then all of them find room at once.
+      of_wide = {1, heads > 3 * sms && heads <= 4 * sms ? 3 : 4};
+    }
     if (of_wide.blocks > 0 && clusters(r, wide, of_wide)) return true;
   }
   return clusters(r, usual, size);

@@ -43,7 +43,7 @@ void launch_decode_clusters(const Problem& p, const Step& s, const Launch& launc
       return launch_either<Usual, Wide, Line>(p, s, launch);
     }
   }
-  if constexpr (kD == 128 && kQueries <= 8 && Element::kBytes == 1) {
+  if constexpr (kD == 128 && kQueries <= 8) {
     if (s.instance.wide) return launch_clusters<ClusterShape<Element, kD, kQueries, true, false>>(p, s, launch);
   }
   launch_clusters<Usual>(p, s, launch);
