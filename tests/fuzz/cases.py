@@ -69,6 +69,10 @@ class Case:
             for name, value in list(self.arguments.items()):
                 if isinstance(value, (np.ndarray, list)):
                     self._try(lambda name=name: self._each_array(self._layout, [name]))
+        else:  # what says nothing of the memory may be another
+            for p in self.op.parameters:
+                if p.kind == "bool" and rng.random() < 0.5:
+                    self._option(p)
         if rng.random() < 0.5:
             for i in rng.permutation(len(self.op.parameters))[: rng.integers(1, 3)]:
                 self._wrong(self.op.parameters[i])
