@@ -199,6 +199,27 @@ def test_packed_beside_plain(array, name):
     compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"), times=2 if is_rounded else 1)
 
 
+@pytest.mark.parametrize("name", [*PACKED, "nf4", "gguf 12", "gguf 14"])
+@pytest.mark.parametrize("tokens", [350, 1300])
+def test_more_tiles_than_blocks(array, name, tokens):
+    """More than a GPU has room for at once: a token has the bits that it has among few."""
+    if array.device == "cpu":
+        tokens //= 10
+    make = {"nf4": nf4, "gguf 12": partial(gguf, 12), "gguf 14": partial(gguf, 14)}.get(name) or PACKED[name]
+    rows = 2048 if array.device == "cuda" else 512
+    (first, w1), (second, w2) = (stacked(partial(make, *shape), 5) for shape in ((rows, 256), (256, rows // 2)))
+    scale = 1 / (np.std(w1) * 256**0.5)
+    x, (weights, ids) = normal(0, tokens, 256, dtype=np.float16, size=scale), routed(tokens, 2, 5)
+    ids[20:, 0] = np.where(ids[20:, 1] == 4, 0, 4)  # one expert has most
+    formats = {"w1_format": first.format, "w2_format": second.format}
+    whole = run(array, x, first.data, second.data, weights, ids, **formats)
+    for some in (slice(0, 20), slice(max(tokens - 60, 0), tokens)):
+        part = run(array, x[some], first.data, second.data, weights[some], ids[some], **formats)
+        np.testing.assert_array_equal(part.view("u2"), whole[some].view("u2"))
+    if name in PACKED:
+        compare(part, *reference.experts(x[some], w1, w2, weights[some], ids[some]))
+
+
 @pytest.mark.parametrize("kind", ["plain", "int4"])
 @pytest.mark.parametrize(("experts", "tokens", "k"), [(1024, 3, 8), (1024, 200, 8), (1000, 40, 33), (1, 5, 1)])
 def test_any_number_of_experts(array, kind, experts, tokens, k):
