@@ -55,7 +55,7 @@ struct Instance {
   int rows = 0;           // queries, times heads, of a tile
   bool packed = false;    // values are columns of tokens
   bool folded = false;    // two KV heads as one
-  bool wide = false;      // clusters of more warps
+  bool wide = false;      // clusters of more warps, or of smaller blocks
   bool single = false;    // lines take KV heads one by one
   bool sees_all = false;  // lines have neither a window nor sparsity
 };
