@@ -428,17 +428,11 @@ def pack_gptq(
     rows, n = words.shape
     if 32 * rows % bits:
         raise ValueError(f"qweight: dimension 0 must be a multiple of bits = {bits}, got shape {[rows, n]}")
-    k = 32 * rows // bits
     factor = plain_scales("scales", scales, (None, n))
-    groups, z, owners = len(factor.values), None, None
-    if g_idx is not None:
-        owners = checked("g_idx", g_idx, _INTEGERS, (None,))
+    groups, z = len(factor.values), None
+    owners = None if g_idx is None else checked("g_idx", g_idx, _INTEGERS, (None,))
     if owners is None or not len(owners):
-        _equal_groups(groups, k)
-    elif len(owners) != k:
-        raise ValueError(f"g_idx: must have a group for each of the {k} rows, got {len(owners)}")
-    elif not 0 <= int(owners.min()) <= int(owners.max()) < groups:
-        raise ValueError(f"g_idx: must be 0 to {groups - 1}, got {owners.min()} to {owners.max()}")
+        _equal_groups(groups, 32 * rows // bits)  # before zero points, whose shape follows from it
     if qzeros is not None:
         if n * bits % 32:
             raise ValueError(f"qweight: columns must fill words of qzeros, got {n} of {bits} bits")
@@ -484,9 +478,7 @@ def pack_compressed_tensors(
     bits = whole("bits", bits)
     if bits not in (4, 8):
         raise ValueError(f"bits: must be 4 or 8, got {bits}")
-    if len(shape) != 2:
-        raise ValueError(f"shape: must be two sizes, got {list(shape)}")
-    n, k = (whole("shape", size) for size in shape)
+    n, k = _pair("shape", tuple(shape))  # of the file: an array
     codes = checked("weight_packed", weight_packed, _WORDS, (n, -(-k * bits // 32)))
     scales = plain_scales("weight_scale", weight_scale, (n, None))
     groups = scales.values.shape[1]
