@@ -7,6 +7,9 @@
 // sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
 // of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
+// Where there are more tiles than blocks find room, blocks walk over them, and the ring is filled for the next while results are
+// written: tiles of more than 32 tokens, since of fewer registers are wanted elsewhere.
+//
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
 //
@@ -118,33 +121,39 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     if (!p.gathers) prefetch_map(p.x);
   }
   const int split = static_cast<int>(blockIdx.x % p.splits);
-  uint32_t row_tile, token_tile;
-  p.place(blockIdx.x / p.splits, row_tile, token_tile);
   begin_dependent();
-  const int32_t weight = p.weight_of(token_tile);
-  if (weight < 0) return;  // all blocks of the cluster
-  const int64_t shift = weight * p.map.weight_stride;
-  if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
-  if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
-    if (threadIdx.x < 256)
-      table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
-  }
+  Tiles<S> tiles(p);
+  if (tiles.weight < 0) return;  // all blocks of the cluster
+  const auto prepare = [&] {     // what is wanted of the tile beside its ring
+    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
+    if constexpr (S::kHasTable) {
+      const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
+      if (threadIdx.x < 256)
+        table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+    }
+  };
+  prepare();
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Turn turn;
   if (warp >= S::kMultipliers / 32) {
     const int own = warp - S::kMultipliers / 32 - 1;
+    const auto each_tile = [&](auto&& feed) {
+#pragma unroll 1
+      do feed();
+      while (tiles.next());
+    };
     if (S::kGatherers != 0 && own >= S::kPreparers) {
       if constexpr (S::kGatherers != 0) give_registers<48>();
-      if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
+      if (p.gathers) each_tile([&] { gather<S>(p, ring, threadIdx.x % 128, tiles, split, turn); });
     } else {
       if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
-        if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
+        if (S::kFolds || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
       } else if constexpr (!S::kFolds) {
-        Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
+        each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       } else if constexpr (S::kFew) {
-        if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
+        if (p.gathers) each_tile([&] { gather_by_turns<S>(p, ring, own, tiles, split, turn); });
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -154,21 +163,31 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     }
   } else {
     if constexpr (!S::kFew) take_registers<200>();
-    {
-      Multiplier<S> multiplier(p, ring, table, shift);
-      multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
-      if (S::kLastInRing || !p.keeps()) {
-        named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
-        multiplier.store(data);
+    const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
+    turn.advance(part % S::kParts, p.stages);
+    const uint32_t kept = data + p.stages * p.stage_bytes;
+    const uint32_t last = S::kWalks && !p.keeps() ? kept : data;  // the ring is filled for the next tile
+    while (true) {
+      {
+        Multiplier<S> multiplier(p, ring, table, tiles.shift());
+        multiplier.run(part, turn);
+        if (S::kLastInRing || !p.keeps()) {
+          named_barrier_sync(1, S::kMultipliers);  // all have done with what lies there
+          multiplier.store(last);
+        }
       }
+      if (p.splits > 1) {
+        cluster_announce_all();
+        cluster_wait();
+      } else {
+        named_barrier_sync(1, S::kMultipliers);
+      }
+      write<S>(p, rows, kept, last, int64_t{tiles.row} * kRows, split, tiles.weight);
+      if (!tiles.next()) break;
+      named_barrier_sync(1, S::kMultipliers);  // rows, sums and the table are free
+      prepare();
+      if constexpr (S::kHasTable) named_barrier_sync(1, S::kMultipliers);
     }
-    if (p.splits > 1) {
-      cluster_announce_all();
-      cluster_wait();
-    } else {
-      named_barrier_sync(1, S::kMultipliers);
-    }
-    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{row_tile} * kRows, split, weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -252,6 +271,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .stage_bytes = 0,
             .minima_at = 0,
             .sums_at = 0,
+            .walks = false,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
@@ -264,18 +284,21 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
+  const int joined = S::kWalks ? S::kSumBytes : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : joined;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
-  const int64_t blocks = row_tiles * token_tiles * splits;
-  if (blocks > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
+  const int64_t tiles = row_tiles * token_tiles, sms = num_sms(launch.device);
+  if (tiles * splits > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
   const int for_sums = kAlignment + S::kTokens * kPitch * 4;
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
+  p.walks = S::kWalks && splits == 1 && tiles > sms;
+  const int64_t blocks = p.walks ? sms : tiles * splits;
   launch_clusters(kernel, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), static_cast<unsigned>(splits),
                   static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }

@@ -36,20 +36,23 @@ class Multiplier {
   }
 
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
-  __device__ __forceinline__ void run(int part) {
-    if constexpr (S::kScalesCodes) return run_steps<8>(part);
+  __device__ __forceinline__ void run(int part, Turn& turn) {
+    if constexpr (S::kScalesCodes) return run_steps<8>(part, turn);
     switch (p_.steps) {
       case 8:
-        if constexpr (!S::kAdds) run_steps<8>(part);
+        if constexpr (!S::kAdds) run_steps<8>(part, turn);
         return;
       case 4:
-        return run_steps<4>(part);
+        return run_steps<4>(part, turn);
       case 2:
-        return run_steps<2>(part);
+        return run_steps<2>(part, turn);
       default:
-        return run_steps<1>(part);
+        return run_steps<1>(part, turn);
     }
   }
+
+  // Where sums lie.
+  __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
   // To [token][kPitch].
   __device__ void store(uint32_t to) const {
@@ -65,7 +68,7 @@ class Multiplier {
  private:
   // kSteps: of 16 columns, that are scaled together.
   template <int kSteps>
-  __device__ __forceinline__ void run_steps(int part) {
+  __device__ __forceinline__ void run_steps(int part, Turn& turn) {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
     const auto end_segment = [&] {
@@ -79,8 +82,6 @@ class Multiplier {
     };
     while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
     if (range.begin == range.end) return;
-    Turn turn;
-    turn.advance(part % S::kParts, p_.stages);
     if constexpr (!S::kFew) {
       wait_full(turn);
       decode<kSteps>(a_[0], ring_.at(turn), 0);
@@ -369,9 +370,6 @@ class Multiplier {
 #pragma unroll
     for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(minima_[i / 4][i % 4]));
   }
-
-  // Where sums of segments lie.
-  __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
   // Those of a segment, for who adds up those of all.
   __device__ void keep(int piece) {

@@ -58,6 +58,7 @@ struct Shape {
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.
   static constexpr bool kLastInRing = kTokens > 64;
+  static constexpr bool kWalks = !kFew;            // blocks may compute several tiles
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
 };
@@ -84,14 +85,21 @@ struct Problem {
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, minima_at, sums_at;
+  bool walks;         // a block computes several tiles
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
 
-  __device__ void place(uint32_t tile, uint32_t& row_tile, uint32_t& token_tile) const {
+  // Tiles of tokens that there are.  Where each block has one, nobody waits for how many.
+  __device__ uint32_t used_token_tiles() const {
+    if (!walks || !map.taken) return token_tiles;
+    return min(token_tiles, static_cast<uint32_t>((max(*map.taken, 0) + tokens - 1) / tokens));
+  }
+  // used: tiles of tokens
+  __device__ void place(uint32_t tile, uint32_t used, uint32_t& row_tile, uint32_t& token_tile) const {
     constexpr uint32_t kTogether = 8;  // tiles of tokens that pass over the weight together: they and it stay in the L2
     const uint32_t together = row_tiles * kTogether, pass = tile / together, in_pass = tile % together;
-    const uint32_t width = min(token_tiles - pass * kTogether, kTogether);
+    const uint32_t width = min(used - pass * kTogether, kTogether);
     row_tile = in_pass / width;
     token_tile = pass * kTogether + in_pass % width;
   }
@@ -124,15 +132,61 @@ struct Ring {
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
 };
 
-// Calls with(stage of the weight, its turn) in the order of the ring: the parts of a block take turns.
+// The tiles of this block, one after another.  What is known of the next one is asked for a tile ahead.
+template <class S>
+class Tiles {
+ public:
+  uint32_t row, token;  // of rows, of tokens
+  int32_t weight;
+
+  // The first one, of a map that is there.  Of those that compute one tile, `weight` is negative where there is nothing to do.
+  __device__ explicit Tiles(const Problem& p) : p_(p), next_(blockIdx.x / p.splits) {
+    if constexpr (S::kWalks) {
+      used_ = p.used_token_tiles();
+      look();
+      if (!next()) weight = -1;
+    } else {
+      p.place(next_, p.token_tiles, row, token);
+      weight = p.weight_of(token);
+    }
+  }
+
+  // Whether there is another.
+  __device__ bool next() {
+    if constexpr (!S::kWalks) return false;
+    while (next_ < p_.row_tiles * used_) {
+      row = next_row_;
+      token = next_token_;
+      weight = next_weight_;
+      next_ += gridDim.x / p_.splits;
+      look();
+      if (weight >= 0) return true;
+    }
+    return false;
+  }
+  // Bytes from the first weight.
+  __device__ int64_t shift() const { return weight * p_.map.weight_stride; }
+
+ private:
+  __device__ void look() {
+    if (next_ >= p_.row_tiles * used_) return;
+    p_.place(next_, used_, next_row_, next_token_);
+    next_weight_ = p_.weight_of(next_token_);
+  }
+
+  const Problem& p_;
+  uint32_t used_, next_, next_row_, next_token_;
+  int32_t next_weight_;
+};
+
+// Calls with(stage of the weight, its turn) in the order of the ring, from a turn on: the parts of a block take turns.
 //
 // A barrier tells only the parity of a phase.  So whoever waits for one takes part in each of its phases: a place in the ring is
 // always of the same part, whose number divides that of the places, and of the same preparing warp.
 template <class S, class With>
-__device__ void for_stages(const Problem& p, int split, With&& with) {
+__device__ void for_stages(const Problem& p, int split, Turn& turn, With&& with) {
   const Range range = p.range(split * S::kParts), last = p.range(split * S::kParts + S::kParts - 1);
   const int count = max(range.end - range.begin, last.end - last.begin) * S::kParts;
-  Turn turn;
 #pragma unroll 1
   for (int i = 0; i < count; ++i, turn.advance(1, p.stages)) {
     const Range& own = i % S::kParts == 0 ? range : last;
