@@ -95,6 +95,24 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
     }
   }
 }
+
+// Rounded sums [token][kRoundedPitch bytes] to rows of out.
+template <class S>
+__device__ __forceinline__ void write_rounded(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row) {
+  constexpr int kTogether = S::kMultipliers / 16;
+  const int chunk = threadIdx.x % 16, first = threadIdx.x / 16;
+  if (first_row + chunk * 8 >= p.weight.n) return;
+  uint4 v[S::kTokens / kTogether];
+#pragma unroll
+  for (int i = 0; i < S::kTokens / kTogether; ++i)
+    v[i] = load_shared_16(sums + (first + i * kTogether) * kRoundedPitch + chunk * 16);
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + first_row + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < S::kTokens / kTogether; ++i) {
+    const int32_t row = of_out[first + i * kTogether];
+    if (row >= 0) *reinterpret_cast<uint4*>(out + row * p.out_stride) = v[i];
+  }
+}
 #endif
 
 template <class S>
@@ -105,6 +123,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   __shared__ uint64_t barriers[3 * kMostStages];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
+  __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
   const Ring ring{data, full, full + kMostStages * 8, full + 2 * kMostStages * 8, p.stage_bytes};
@@ -123,26 +142,26 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   const int split = static_cast<int>(blockIdx.x % p.splits);
   begin_dependent();
   Tiles<S> tiles(p);
-  if (tiles.weight < 0) return;  // all blocks of the cluster
-  const auto prepare = [&] {     // what is wanted of the tile beside its ring
-    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
-    if constexpr (S::kHasTable) {
-      const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
-      if (threadIdx.x < 256)
-        table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
-    }
+  if (!S::kWalks && tiles.weight < 0) return;  // all blocks of the cluster
+  const auto row_of_out = [&] { return threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1; };
+  const auto fill_table = [&] {
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
+    if (threadIdx.x < 256)
+      table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   };
-  prepare();
+  if constexpr (!S::kWalks) {
+    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row_of_out();
+    if constexpr (S::kHasTable) fill_table();
+  }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Turn turn;
+  const auto each_tile = [&](auto&& with) {
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) with();
+  };
   if (warp >= S::kMultipliers / 32) {
     const int own = warp - S::kMultipliers / 32 - 1;
-    const auto each_tile = [&](auto&& feed) {
-#pragma unroll 1
-      do feed();
-      while (tiles.next());
-    };
     if (S::kGatherers != 0 && own >= S::kPreparers) {
       if constexpr (S::kGatherers != 0) give_registers<48>();
       if (p.gathers) each_tile([&] { gather<S>(p, ring, threadIdx.x % 128, tiles, split, turn); });
@@ -167,26 +186,54 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     turn.advance(part % S::kParts, p.stages);
     const uint32_t kept = data + p.stages * p.stage_bytes;
     const uint32_t last = S::kWalks && !p.keeps() ? kept : data;  // the ring is filled for the next tile
-    while (true) {
+    bool waits = p.splits > 1;                                    // for the others of the cluster
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) {
+      const int32_t row = S::kWalks ? row_of_out() : 0;
+      if constexpr (S::kWalks && S::kHasTable) {
+        fill_table();
+        named_barrier_sync(1, S::kMultipliers);
+      }
       {
         Multiplier<S> multiplier(p, ring, table, tiles.shift());
         multiplier.run(part, turn);
-        if (S::kLastInRing || !p.keeps()) {
-          named_barrier_sync(1, S::kMultipliers);  // all have done with what lies there
+        if constexpr (S::kWalks) {
+          if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
+          if (p.rounds_first) {
+            if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
+            float bias[2] = {};
+            const int64_t n = int64_t{tiles.row} * kRows + threadIdx.x / 4 % 64 / 8 * 16 + threadIdx.x / 4 % 8;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              if (p.bias && n + i * 8 < p.weight.n)
+                bias[i] = to_float(static_cast<const T*>(p.bias)[tiles.weight * p.map.bias_stride + n + i * 8]);
+            named_barrier_sync(1, S::kMultipliers);  // all have added up their segments
+            multiplier.store_rounded(kept, bias, p.map.factors ? shared_address(factors) : 0);
+          } else if (S::kLastInRing || !p.keeps()) {
+            named_barrier_sync(1, S::kMultipliers);  // all have done with what lies there
+            multiplier.store(last);
+          }
+        } else if (!p.keeps()) {
+          named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
           multiplier.store(last);
         }
       }
-      if (p.splits > 1) {
+      if (waits) {
         cluster_announce_all();
         cluster_wait();
+        waits = false;
       } else {
         named_barrier_sync(1, S::kMultipliers);
       }
-      write<S>(p, rows, kept, last, int64_t{tiles.row} * kRows, split, tiles.weight);
-      if (!tiles.next()) break;
-      named_barrier_sync(1, S::kMultipliers);  // rows, sums and the table are free
-      prepare();
-      if constexpr (S::kHasTable) named_barrier_sync(1, S::kMultipliers);
+      if (S::kWalks && p.rounds_first)
+        write_rounded<S>(p, rows, kept, int64_t{tiles.row} * kRows);
+      else
+        write<S>(p, rows, kept, last, int64_t{tiles.row} * kRows, split, tiles.weight);
+      if constexpr (S::kWalks) named_barrier_sync(1, S::kMultipliers);  // rows, sums and the table are free
+    }
+    if (S::kWalks && waits) {  // there was no tile
+      cluster_announce_all();
+      cluster_wait();
     }
   }
   if (p.splits > 1) {  // nobody reads here any more
@@ -274,7 +321,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .walks = false,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
-            .whole_stores = aligned(args.out, args.out_stride, 4)};
+            .whole_stores = aligned(args.out, args.out_stride, 4),
+            .rounds_first = splits == 1 && w.n % 8 == 0 && !args.epilogue.any && aligned(args.out, args.out_stride, 8)};
   if (S::kAdds && p.steps == 8) p.steps = 4;  // which has them
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;

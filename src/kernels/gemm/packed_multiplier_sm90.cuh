@@ -9,6 +9,12 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
+__device__ inline void store_transposed(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // Sums of 16 rows of the weight, of a warp.
 template <class S>
 class Multiplier {
@@ -55,13 +61,31 @@ class Multiplier {
   __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
   // To [token][kPitch].
-  __device__ void store(uint32_t to) const {
+  __device__ __forceinline__ void store(uint32_t to) const {
     const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (token * kPitch + row + i / 2 % 2 * 8) * 4), "f"(total[i])
                    : "memory");
+    }
+  }
+
+  // Biased, multiplied and rounded, to [token][kRoundedPitch bytes].  factors: of tokens, 0: they are all 1
+  __device__ __forceinline__ void store_rounded(uint32_t to, const float (&bias)[2], uint32_t factors) const {
+    const int lane = threadIdx.x % 32;
+    to += (lane / 16 * 8 + lane % 8) * kRoundedPitch + (warp_ * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int first = 0; first < S::kTokens; first += 16) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = total + first / 2 + 2 * i;
+        const float2 factor =
+            factors ? load_shared_float2(factors + (first + i / 2 * 8 + lane % 4 * 2) * 4) : make_float2(1.0f, 1.0f);
+        pairs[i] = pack_pair<T>((two[0] + bias[i % 2]) * factor.x, (two[1] + bias[i % 2]) * factor.y);
+      }
+      store_transposed(to + first * kRoundedPitch, pairs);
     }
   }
 

@@ -15,6 +15,7 @@ namespace packed_gemm_sm90 {
 constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
 constexpr int kColumns = 2 * kUnit;  // of a stage
 constexpr int kPitch = kRows + 4;    // of the sums of a token
+constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes
 constexpr int kMostStages = 12, kMostSegments = 4;
 constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
@@ -89,6 +90,7 @@ struct Problem {
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
+  bool rounds_first;  // sums are rounded before they are exchanged, and eight neighbours are stored at once
 
   // Tiles of tokens that there are.  Where each block has one, nobody waits for how many.
   __device__ uint32_t used_token_tiles() const {
@@ -132,35 +134,34 @@ struct Ring {
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
 };
 
-// The tiles of this block, one after another.  What is known of the next one is asked for a tile ahead.
+// The tiles of this block, one after another.
 template <class S>
 class Tiles {
  public:
   uint32_t row, token;  // of rows, of tokens
   int32_t weight;
 
-  // The first one, of a map that is there.  Of those that compute one tile, `weight` is negative where there is nothing to do.
+  // After the map is there.  Where blocks do not walk, it is at the only one; otherwise before the first.
   __device__ explicit Tiles(const Problem& p) : p_(p), next_(blockIdx.x / p.splits) {
     if constexpr (S::kWalks) {
       used_ = p.used_token_tiles();
-      look();
-      if (!next()) weight = -1;
     } else {
       p.place(next_, p.token_tiles, row, token);
       weight = p.weight_of(token);
     }
   }
 
-  // Whether there is another.
+  // Goes to the first one.
+  __device__ bool begins() { return S::kWalks ? next() : true; }
+  // Goes to the next one; whether there is one.
   __device__ bool next() {
     if constexpr (!S::kWalks) return false;
-    while (next_ < p_.row_tiles * used_) {
-      row = next_row_;
-      token = next_token_;
-      weight = next_weight_;
+    for (; next_ < p_.row_tiles * used_; next_ += gridDim.x / p_.splits) {
+      p_.place(next_, used_, row, token);
+      weight = p_.weight_of(token);
+      if (weight < 0) continue;
       next_ += gridDim.x / p_.splits;
-      look();
-      if (weight >= 0) return true;
+      return true;
     }
     return false;
   }
@@ -168,15 +169,8 @@ class Tiles {
   __device__ int64_t shift() const { return weight * p_.map.weight_stride; }
 
  private:
-  __device__ void look() {
-    if (next_ >= p_.row_tiles * used_) return;
-    p_.place(next_, used_, next_row_, next_token_);
-    next_weight_ = p_.weight_of(next_token_);
-  }
-
   const Problem& p_;
-  uint32_t used_, next_, next_row_, next_token_;
-  int32_t next_weight_;
+  uint32_t used_, next_;
 };
 
 // Calls with(stage of the weight, its turn) in the order of the ring, from a turn on: the parts of a block take turns.
