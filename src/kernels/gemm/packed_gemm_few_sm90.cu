@@ -21,7 +21,7 @@ namespace pykv {
 namespace packed_gemm_few {
 
 constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring, one of which is read
-constexpr int kMostWarps = 16, kShared = 226 << 10;     // of a block
+constexpr int kMostWarps = 16, kMapWarps = 12, kShared = 226 << 10;  // of a block
 
 // Zero points are subtracted as codes are decoded; scales and minima of Q4_K multiply and are added (Folded).
 enum class Minima { kNone, kSubtracted, kFolded };
@@ -40,16 +40,15 @@ struct Problem {
   TileMap map;
   TileRows rows;
   int64_t num_rows;
-  int warps_log2;  // of a block of 16 rows, which share its segments: all of them, or one
-  int turns;       // blocks of rows of a warp, one after another, where it has all segments
+  int turns;  // blocks of rows of a warp, one after another
 };
 
-// kMaps_: rows of x and out are those of a map, whose tiles have weights of their own.
+// kMaps_: rows of x and out are those of a map, whose tiles have weights of their own.  A warp then has all segments of its rows.
 template <class T, CodeKind kKind, Minima kMinima, bool kMaps_>
 struct Shape {
   using Element = T;
   static constexpr bool kMaps = kMaps_;
-  static constexpr int kWarps = kMaps ? MAP_WARPS : kMostWarps;
+  static constexpr int kWarps = kMaps ? kMapWarps : kMostWarps;
   using Code = Codes<T, kKind>;
   static constexpr CodeKind kCodes = kKind;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
@@ -63,9 +62,9 @@ struct Shape {
 template <class S>
 class Feed {
  public:
-  // shift: bytes from p.weight to the one that is meant; last: blocks of rows end there, of which this takes every step'th
-  __device__ Feed(const Problem& p, int block, int last, int step, int begin, int end, uint32_t ring, int64_t shift)
-      : p_(p), shift_(shift), ring_(ring + threadIdx.x % 32 * 16), next_(block), last_(last), step_(step) {
+  // Of every kMapWarps'th block of rows, where there are maps; shift: bytes from p.weight to the one that is meant.
+  __device__ Feed(const Problem& p, int block, int blocks_end, int begin, int end, uint32_t ring, int64_t shift)
+      : p_(p), shift_(shift), ring_(ring + threadIdx.x % 32 * 16), next_(block), end_(blocks_end) {
     have_ready(ring_);
     start(begin, end);
   }
@@ -75,7 +74,7 @@ class Feed {
     const Problem& p = p_;
     const PackedWeight& w = p.weight;
     const int lane = threadIdx.x % 32, items = 8 / p.steps, block = next_;
-    next_ += step_;
+    next_ += kMapWarps;
     left_ = end - begin;
     codes_ = w.codes + shift_ + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
     // One after another in a stage: scales, minima, those of 256 columns.
@@ -100,7 +99,7 @@ class Feed {
  public:
   // The next stage to a place of the ring; nothing where there is none.
   __device__ __forceinline__ void next(int place) {
-    if (S::kMaps && left_ == 0 && next_ < last_) start(0, p_.stages);
+    if (S::kMaps && left_ == 0 && next_ < end_) start(0, p_.stages);
     if (left_ > 0) {
       --left_;
       const uint32_t to = ring_ + place;
@@ -120,7 +119,7 @@ class Feed {
   const int64_t shift_;
   uint32_t ring_;
   int next_;  // block of rows
-  const int last_, step_;
+  const int end_;
   const uint8_t *codes_, *factors_ = nullptr;
   int left_, bytes_ = 0, stages_ = 0,
              until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
@@ -140,8 +139,8 @@ __device__ void copy_x(const Problem& p, uint32_t to, int32_t row) {
       from = p.rows.row_of_x(p.map, row_of_out);
     }
     for (int i = threadIdx.x; i < chunks; i += blockDim.x)
-      cp_async_16(to + t * p.x_pitch + i * 16, static_cast<const T*>(p.x) + from * p.x_stride + (i < inside ? i * 8 : 0),
-                  i < inside);
+      cp_async_16(to + t * p.x_pitch + i * 16,
+                  static_cast<const T*>(p.x) + from * p.x_stride + (i < inside ? i * 8 : 0), i < inside);
   }
 }
 
@@ -168,7 +167,8 @@ class Multiplier {
       : p_(p),
         place_((threadIdx.x % 32 / 4 * 2 + row_block % 2) * 2),
         x_(x + min(static_cast<int>(threadIdx.x % 32 / 4), p.tokens - 1) * p.x_pitch + threadIdx.x % 4 * 8),
-        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) * Code::kUnit),
+        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
+                Code::kUnit),
         table_(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {}
 
   // Back over all columns, to the next block of rows.
@@ -295,68 +295,51 @@ class Multiplier {
   uint32_t now_[2];  // factors of the group that is decoded
 };
 
-// Rows n to n + kCount of the weight, of which `rows` are there: biased, multiplied and rounded.
-template <class T, int kCount>
-__device__ void write_of_map(const Problem& p, const float (&sums)[kCount], int32_t row, int32_t weight, int64_t n,
-                             int rows) {
-  const float factor = p.map.factor_of(row);
-  T* const to = static_cast<T*>(p.out) + row * p.out_stride + n;
-  float v[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const bool has_bias = p.bias && i < rows;
-    v[i] = (sums[i] + (has_bias ? to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]) : 0.0f)) *
-           factor;
-  }
-  if (rows >= kCount && reinterpret_cast<uintptr_t>(to) % (2 * kCount) == 0) {
-    if constexpr (kCount == 4)
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]));
-    else
-      *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(v[0], v[1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (i < rows) to[i] = from_float<T>(v[i]);
-  }
-}
-
-// What a warp has of 16 rows, from all segments.  Lanes of neighbouring rows exchange what makes pairs.
+// What a warp has of 16 rows of a map's weight.  Lanes of neighbouring rows exchange what makes pairs: those of even rows keep their
+// first token, the others their second.
 template <class T>
-__device__ void write_own(const Problem& p, const float (&sums)[4], int row_block, int32_t row_of_tile, int32_t weight) {
+__device__ void write_own(const Problem& p, const float (&sums)[4], int row_block, int32_t row_of_tile,
+                          int32_t weight) {
   const int lane = threadIdx.x % 32, odd = lane / 4 % 2;
-  // Lanes of even rows keep their first token, those of odd rows their second one.
+  const int32_t row = __shfl_sync(~0u, row_of_tile, lane % 4 * 2 + odd);
+  const float factor = row < 0 ? 0.0f : p.map.factor_of(row);
+  T* const to = static_cast<T*>(p.out) + row * p.out_stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float own = odd ? sums[2 * half + 1] : sums[2 * half];
-    const float other = __shfl_xor_sync(~0u, odd ? sums[2 * half] : sums[2 * half + 1], 4);
-    const float pair[2] = {odd ? other : own, odd ? own : other};
-    const int token = lane % 4 * 2 + odd;
-    const int32_t row = __shfl_sync(~0u, row_of_tile, token);
-    const int64_t n = int64_t{row_block} * 16 + lane / 8 * 2 + half * 8;
+    const float first = sums[2 * half], second = sums[2 * half + 1];
+    const float other = __shfl_xor_sync(~0u, odd ? first : second, 4);
+    float v[2] = {odd ? other : first, odd ? second : other};
+    const int64_t n = int64_t{row_block} * 16 + half * 8 + lane / 8 * 2;
     const int rows = static_cast<int>(min(p.weight.n - n, int64_t{2}));
-    if (row >= 0 && rows > 0) write_of_map<T>(p, pair, row, weight, n, rows);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool has_bias = p.bias && i < rows;
+      v[i] += has_bias ? to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]) : 0.0f;
+      v[i] *= factor;
+    }
+    if (row < 0 || rows <= 0) continue;
+    if (rows == 2 && reinterpret_cast<uintptr_t>(to + n) % 4 == 0) {
+      *reinterpret_cast<uint32_t*>(to + n) = pack_pair<T>(v[0], v[1]);
+    } else {
+      to[n] = from_float<T>(v[0]);
+      if (rows == 2) to[n + 1] = from_float<T>(v[1]);
+    }
   }
 }
 
 // Adds up the sums [block of rows][segment][token][16] of segments, and writes rows of out: a warp for each block of rows.
-template <class S>
-__device__ void write(const Problem& p, uint32_t sums, int32_t row_of_tile, int32_t weight) {
-  using T = typename S::Element;
+template <class T>
+__device__ void write(const Problem& p, uint32_t sums) {
   const int own = threadIdx.x / 32, token = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 4;
   const int64_t n = (int64_t{blockIdx.x} * p.each + own) * 16 + row;
   const int rows = static_cast<int>(min(p.weight.n - n, int64_t{4}));
-  const int32_t of_map = S::kMaps ? __shfl_sync(~0u, row_of_tile, token) : token;
-  if (own >= p.each || token >= p.tokens || rows <= 0 || of_map < 0) return;
+  if (own >= p.each || token >= p.tokens || rows <= 0) return;
   float4 sum{};
   for (int s = 0; s < 1 << p.segments_log2; ++s) {
     const float4 v = load_shared_float4(sums + (((own << p.segments_log2) + s) * kTokens + token) * 64 + row * 4);
     sum = s == 0 ? v : make_float4(sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w);
   }
   const auto* const bias = static_cast<const T*>(p.bias);
-  if constexpr (S::kMaps) {
-    const float v[4] = {sum.x, sum.y, sum.z, sum.w};
-    return write_of_map<T>(p, v, of_map, weight, n, rows);
-  }
   T* const to = static_cast<T*>(p.out) + token * p.out_stride + n;
   if (p.epilogue.any || bias || rows < 4 || reinterpret_cast<uintptr_t>(to) % 8 != 0) {
     finish_four<T>(p.epilogue, bias, sum, token, n, rows, p.out, p.out_stride);
@@ -371,43 +354,42 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
     packed_gemm_few_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = threadIdx.x / 32, segment = warp & ((1 << p.segments_log2) - 1);
+  // A warp has a segment of a block of rows, or all of some, in turn.
+  const int warp = threadIdx.x / 32, log2 = S::kMaps ? 0 : p.segments_log2, segment = warp & ((1 << log2) - 1);
+  const int first = static_cast<int>(blockIdx.x) * p.each * p.turns + (warp >> log2);
+  const int row_block = min(first, p.row_blocks - 1);
+  const int blocks_end = min(static_cast<int>(blockIdx.x + 1) * p.each * p.turns, p.row_blocks);
+  const auto begin_of = [&](int s) { return p.stages * s >> p.segments_log2; };
+  const int begin = S::kMaps ? 0 : begin_of(segment);
+  const int end = !S::kMaps ? begin_of(segment + 1) : first < blocks_end ? p.stages : 0;
   const uint32_t x = shared_address(shared);
   uint32_t ring = x + p.tokens * p.x_pitch + warp * kDepth * p.stage_bytes;
   have_ready(ring);
-  const int last = (kDepth - 1) * p.stage_bytes;
-  // A warp has one segment of a block of rows, or all of some.
-  const bool has_all = S::kMaps && p.warps_log2 == 0;
-  const int first_segment = has_all ? 0 : segment, segments_end = has_all ? 1 << p.segments_log2 : segment + 1;
-  const auto begin_of = [&](int s) { return p.stages * s >> p.segments_log2; };
-  const int own = has_all ? warp : warp >> p.segments_log2, step = p.each;
-  const int first = static_cast<int>(blockIdx.x) * p.each * p.turns + own;
-  const int blocks_end = min(static_cast<int>(blockIdx.x + 1) * p.each * p.turns, p.row_blocks);
-  const int row_block = min(first, p.row_blocks - 1);
-  int32_t row = -1, weight = 0;
-  if constexpr (S::kMaps) begin_dependent();
+  int32_t row = -1, weight = 0;  // of out; of the tile
   if constexpr (S::kMaps) {
+    begin_dependent();
     const int64_t at = int64_t{blockIdx.y} * kTokens;
     row = static_cast<int32_t>(TileRows::row_of_out(p.map, at + threadIdx.x % kTokens, p.num_rows));
     weight = p.map.weight_at(at, p.rows.tiles_of_block.quotient(static_cast<int>(blockIdx.y)));
     if (weight < 0) return;
   }
   const int64_t shift = S::kMaps ? weight * p.map.weight_stride : 0;
-  Feed<S> feed(p, row_block, has_all ? blocks_end : 0, step, begin_of(first_segment), begin_of(segments_end), ring, shift);
+  Feed<S> feed(p, row_block, blocks_end, begin, end, ring, shift);
+  const int last = (kDepth - 1) * p.stage_bytes;
   if constexpr (!S::kMaps) begin_dependent();
 #pragma unroll 1
   for (int slot = 0; slot < kDepth - 1; ++slot) {
     feed.next(slot * p.stage_bytes);
     if (slot == 0) copy_x<S>(p, x, row);  // of the second group
   }
-  Multiplier<S> multiplier(p, row_block, x + begin_of(first_segment) * kColumns * 2, shift);
+  Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2, shift);
   cp_async_wait<kDepth - 3>();
   __syncthreads();
   const auto run = [&]<int kSteps>() {
     int free = last, at = 0;
-    const auto multiply = [&](int begin, int end) {
+    const auto multiply = [&](int from, int to) {
 #pragma unroll 1
-      for (int i = begin; i < end; ++i) {
+      for (int i = from; i < to; ++i) {
         cp_async_wait<kDepth - 2>();
         __syncwarp();  // all lanes have done with the stage before
         feed.next(free);
@@ -417,15 +399,13 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
       }
     };
     if constexpr (!S::kMaps) {
-      multiply(begin_of(segment), begin_of(segment + 1));
-    } else if (!has_all) {
-      multiply(begin_of(segment), begin_of(segment + 1));
+      multiply(begin, end);
     } else {
 #pragma unroll 1
-      for (int block = first; block < blocks_end; block += step) {
+      for (int block = first; block < blocks_end; block += kMapWarps) {
         float sums[4];
 #pragma unroll 1
-        for (int s = 0; s < segments_end; ++s) {
+        for (int s = 0; s < 1 << p.segments_log2; ++s) {
           multiply(begin_of(s), begin_of(s + 1));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -455,7 +435,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
         run.template operator()<1>();
     }
   }
-  if (has_all) return;
+  if constexpr (S::kMaps) return;
   __syncthreads();  // all have done with x
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -465,7 +445,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
                  : "memory");
   }
   __syncthreads();
-  write<S>(p, x, row, weight);
+  write<typename S::Element>(p, x);
 #endif
 }
 
@@ -497,7 +477,6 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .map = args.map,
             .rows = TileRows(args.map, kTokens),
             .num_rows = args.num_rows,
-            .warps_log2 = segments == 4 ? 2 : 1,
             .turns = 1};
   const int items = 8 / p.steps;
   p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
@@ -507,20 +486,16 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   int64_t tiles = 1;
   if constexpr (S::kMaps) {
+    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cu)
     tiles = args.map.num_blocks * (args.map.block_size / kTokens);
-    if (tiles > 65535) return false;
-    p.each = static_cast<int>((row_blocks * tiles + sms - 1) / sms);
-    if (FEW_ALL(row_blocks, tiles, segments)) {
-      p.warps_log2 = 0;
-      p.turns = FEW_TURNS;
-      p.each = S::kWarps;
-    }
+    if (tiles > 65535 || row_blocks * tiles * p.stages < kLeastStages * sms) return false;
+    p.each = kMapWarps;
+    if (row_blocks * tiles >= 2 * kMapWarps * S::kBlocks * sms) p.turns = 2;
   }
-  const int warps_of_rows = 1 << p.warps_log2;
-  while (p.each * warps_of_rows > S::kWarps) p.each = S::kMaps ? S::kWarps / warps_of_rows : (p.each + 1) / 2;
-  const int warps = p.each * warps_of_rows;
+  while (!S::kMaps && p.each * segments > kMostWarps) p.each = (p.each + 1) / 2;
+  const int warps = S::kMaps ? kMapWarps : p.each * segments;
   int bytes = p.tokens * p.x_pitch + warps * kDepth * p.stage_bytes;
-  if (bytes > kShared) return false;
+  if (bytes > (S::kMaps ? kShared / S::kBlocks : kShared)) return false;
   if (bytes < warps * kTokens * 64) bytes = warps * kTokens * 64;
   const int64_t each = int64_t{p.each} * p.turns;
   launch_dependent_shared(packed_gemm_few_kernel<S>,
@@ -538,15 +513,19 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
   const TileMap& map = args.map;
   if (map.rows ? (map.block_size & -map.block_size) != kTokens || args.epilogue.any : args.num_rows > kTokens)
     return false;
-  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && ((args.num_rows == 1 && !map.rows) || args.x_stride % 8 == 0) && w.k > 0 &&
-                        w.k < (1 << 16) && reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
+  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 &&
+                        ((args.num_rows == 1 && !map.rows) || args.x_stride % 8 == 0) && w.k > 0 && w.k < (1 << 16) &&
+                        reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
   const bool has_stages = w.padded_k % kColumns == 0 && (w.group_size % kColumns == 0 || kColumns % w.group_size == 0);
   if (w.columns || !is_plain || !has_stages) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
-      was_launched = map.rows ? launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch)
-                              : launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
+      constexpr bool kHasMaps = kKind == CodeKind::kUint4 && kMinima != Minima::kFolded;
+      if (!map.rows)
+        was_launched = launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
+      else if constexpr (kHasMaps)
+        was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
     if (is_folded(w)) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();

@@ -7,8 +7,8 @@
 // sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
 // of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
-// Where there are more tiles than blocks find room, blocks walk over them, and the ring is filled for the next while results are
-// written: tiles of more than 32 tokens, since of fewer registers are wanted elsewhere.
+// Of many experts with many tokens each, blocks walk over tiles of int4: the ring is filled for the next while results of one are
+// written, and these are rounded before they are exchanged.
 //
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
@@ -98,17 +98,17 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 
 // Rounded sums [token][kRoundedPitch bytes] to rows of out.
 template <class S>
-__device__ __forceinline__ void write_rounded(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums, int64_t first_row) {
-  constexpr int kTogether = S::kMultipliers / 16;
+__device__ __forceinline__ void write_rounded(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums,
+                                              int64_t first_row) {
+  constexpr int kTogether = S::kMultipliers / 16, kEach = S::kTokens / kTogether;  // tokens at once; of a thread
   const int chunk = threadIdx.x % 16, first = threadIdx.x / 16;
   if (first_row + chunk * 8 >= p.weight.n) return;
-  uint4 v[S::kTokens / kTogether];
+  uint4 v[kEach];
 #pragma unroll
-  for (int i = 0; i < S::kTokens / kTogether; ++i)
-    v[i] = load_shared_16(sums + (first + i * kTogether) * kRoundedPitch + chunk * 16);
+  for (int i = 0; i < kEach; ++i) v[i] = load_shared_16(sums + (first + i * kTogether) * kRoundedPitch + chunk * 16);
   uint16_t* const out = static_cast<uint16_t*>(p.out) + first_row + chunk * 8;
 #pragma unroll
-  for (int i = 0; i < S::kTokens / kTogether; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const int32_t row = of_out[first + i * kTogether];
     if (row >= 0) *reinterpret_cast<uint4*>(out + row * p.out_stride) = v[i];
   }
@@ -142,16 +142,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   const int split = static_cast<int>(blockIdx.x % p.splits);
   begin_dependent();
   Tiles<S> tiles(p);
-  if (!S::kWalks && tiles.weight < 0) return;  // all blocks of the cluster
-  const auto row_of_out = [&] { return threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1; };
-  const auto fill_table = [&] {
+  if constexpr (!S::kWalks) {
+    if (tiles.weight < 0) return;  // all blocks of the cluster
+    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
+  }
+  if constexpr (S::kHasTable) {
     const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
-  };
-  if constexpr (!S::kWalks) {
-    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row_of_out();
-    if constexpr (S::kHasTable) fill_table();
   }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       } else if constexpr (!S::kFolds) {
         each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       } else if constexpr (S::kFew) {
-        if (p.gathers) each_tile([&] { gather_by_turns<S>(p, ring, own, tiles, split, turn); });
+        if (p.gathers) gather_by_turns<S>(p, ring, own, tiles, split, turn);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -180,61 +178,49 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       cluster_announce_all();
       cluster_wait();
     }
-  } else {
-    if constexpr (!S::kFew) take_registers<200>();
-    const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
-    turn.advance(part % S::kParts, p.stages);
+  } else if constexpr (S::kWalks) {
+    take_registers<200>();
     const uint32_t kept = data + p.stages * p.stage_bytes;
-    const uint32_t last = S::kWalks && !p.keeps() ? kept : data;  // the ring is filled for the next tile
-    bool waits = p.splits > 1;                                    // for the others of the cluster
 #pragma unroll 1
     for (bool more = tiles.begins(); more; more = tiles.next()) {
-      const int32_t row = S::kWalks ? row_of_out() : 0;
-      if constexpr (S::kWalks && S::kHasTable) {
-        fill_table();
-        named_barrier_sync(1, S::kMultipliers);
-      }
+      const int32_t row = threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1;
       {
         Multiplier<S> multiplier(p, ring, table, tiles.shift());
-        multiplier.run(part, turn);
-        if constexpr (S::kWalks) {
-          if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
-          if (p.rounds_first) {
-            if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
-            float bias[2] = {};
-            const int64_t n = int64_t{tiles.row} * kRows + threadIdx.x / 4 % 64 / 8 * 16 + threadIdx.x / 4 % 8;
+        multiplier.run(0, turn);
+        if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
+        if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
+        const int64_t n = int64_t{tiles.row} * kRows + warp * 16 + threadIdx.x % 32 / 4;
+        float bias[2] = {};
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-              if (p.bias && n + i * 8 < p.weight.n)
-                bias[i] = to_float(static_cast<const T*>(p.bias)[tiles.weight * p.map.bias_stride + n + i * 8]);
-            named_barrier_sync(1, S::kMultipliers);  // all have added up their segments
-            multiplier.store_rounded(kept, bias, p.map.factors ? shared_address(factors) : 0);
-          } else if (S::kLastInRing || !p.keeps()) {
-            named_barrier_sync(1, S::kMultipliers);  // all have done with what lies there
-            multiplier.store(last);
-          }
-        } else if (!p.keeps()) {
-          named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
-          multiplier.store(last);
-        }
+        for (int i = 0; i < 2; ++i)
+          if (p.bias && n + i * 8 < p.weight.n)
+            bias[i] = to_float(static_cast<const T*>(p.bias)[tiles.weight * p.map.bias_stride + n + i * 8]);
+        named_barrier_sync(1, S::kMultipliers);  // all have added up their segments
+        multiplier.store_rounded(kept, bias, p.map.factors ? shared_address(factors) : 0);
       }
-      if (waits) {
-        cluster_announce_all();
-        cluster_wait();
-        waits = false;
-      } else {
-        named_barrier_sync(1, S::kMultipliers);
-      }
-      if (S::kWalks && p.rounds_first)
-        write_rounded<S>(p, rows, kept, int64_t{tiles.row} * kRows);
-      else
-        write<S>(p, rows, kept, last, int64_t{tiles.row} * kRows, split, tiles.weight);
-      if constexpr (S::kWalks) named_barrier_sync(1, S::kMultipliers);  // rows, sums and the table are free
+      named_barrier_sync(1, S::kMultipliers);
+      write_rounded<S>(p, rows, kept, int64_t{tiles.row} * kRows);
+      named_barrier_sync(1, S::kMultipliers);  // rows and what is kept are free
     }
-    if (S::kWalks && waits) {  // there was no tile
+  } else {
+    if constexpr (!S::kFew) take_registers<200>();
+    {
+      Multiplier<S> multiplier(p, ring, table, tiles.shift());
+      const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
+      turn.advance(part % S::kParts, p.stages);
+      multiplier.run(part, turn);
+      if (S::kLastInRing || !p.keeps()) {
+        named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
+        multiplier.store(data);
+      }
+    }
+    if (p.splits > 1) {
       cluster_announce_all();
       cluster_wait();
+    } else {
+      named_barrier_sync(1, S::kMultipliers);
     }
+    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split, tiles.weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -318,11 +304,9 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .stage_bytes = 0,
             .minima_at = 0,
             .sums_at = 0,
-            .walks = false,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
-            .whole_stores = aligned(args.out, args.out_stride, 4),
-            .rounds_first = splits == 1 && w.n % 8 == 0 && !args.epilogue.any && aligned(args.out, args.out_stride, 8)};
+            .whole_stores = aligned(args.out, args.out_stride, 4)};
   if (S::kAdds && p.steps == 8) p.steps = 4;  // which has them
   p.items = 8 / p.steps;
   p.minima_at = S::kScalesAt + p.items * kRows * 4;
@@ -332,23 +316,20 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int joined = S::kWalks ? S::kSumBytes : S::kTokens * kRows * 4;
-  const int whole = p.each < segments ? pieces * S::kSumBytes : joined;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
-  const int64_t tiles = row_tiles * token_tiles, sms = num_sms(launch.device);
-  if (tiles * splits > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
+  const int64_t tiles = row_tiles * token_tiles * splits, sms = num_sms(launch.device);
+  if (tiles > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
   const int for_sums = kAlignment + S::kTokens * kPitch * 4;
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
-  p.walks = S::kWalks && splits == 1 && tiles > sms;
-  const int64_t blocks = p.walks ? sms : tiles * splits;
-  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), static_cast<unsigned>(splits),
-                  static_cast<size_t>(bytes), launch, "packed_gemm", p);
+  launch_clusters(kernel, dim3(static_cast<unsigned>(S::kWalks && tiles > sms ? sms : tiles)), dim3(S::kThreads),
+                  static_cast<unsigned>(splits), static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
 template <class T, CodeKind kKind, Minima kMinima>
@@ -364,6 +345,11 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const bool shares = kMinima != Minima::kAdded && !map.rows && tiles(128) * 2 <= sms && tiles(64) * 2 > sms;
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
+    if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 &&
+                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
+      if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
+          reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
+        return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);

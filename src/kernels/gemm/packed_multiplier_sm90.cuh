@@ -61,7 +61,7 @@ class Multiplier {
   __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
   // To [token][kPitch].
-  __device__ __forceinline__ void store(uint32_t to) const {
+  __device__ void store(uint32_t to) const {
     const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {

@@ -13,9 +13,9 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 
 constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
-constexpr int kColumns = 2 * kUnit;  // of a stage
-constexpr int kPitch = kRows + 4;    // of the sums of a token
-constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes
+constexpr int kColumns = 2 * kUnit;            // of a stage
+constexpr int kPitch = kRows + 4;              // of the sums of a token
+constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes, of those of a token that are rounded
 constexpr int kMostStages = 12, kMostSegments = 4;
 constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
@@ -26,15 +26,16 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 // of groups.  kFolded: the same of Q4_K, with m, which 16 bits do not hold: weights are rounded.
 enum class Minima { kNone, kSubtracted, kAdded, kScaled, kFolded };
 
-// kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
+// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
 // blocks for all of them, so that one begins and ends while the other multiplies.
-template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_>
+template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;
   static constexpr CodeKind kKind = kKind_;
   using Code = Codes<T, kKind>;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kFew = kTokens <= kMostFew;
+  static constexpr bool kWalks = kWalks_;
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
@@ -59,7 +60,6 @@ struct Shape {
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.
   static constexpr bool kLastInRing = kTokens > 64;
-  static constexpr bool kWalks = !kFew;            // blocks may compute several tiles
   static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
 };
@@ -86,15 +86,13 @@ struct Problem {
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, minima_at, sums_at;
-  bool walks;         // a block computes several tiles
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
-  bool rounds_first;  // sums are rounded before they are exchanged, and eight neighbours are stored at once
 
-  // Tiles of tokens that there are.  Where each block has one, nobody waits for how many.
+  // Tiles of tokens that are taken.
   __device__ uint32_t used_token_tiles() const {
-    if (!walks || !map.taken) return token_tiles;
+    if (!map.taken) return token_tiles;
     return min(token_tiles, static_cast<uint32_t>((max(*map.taken, 0) + tokens - 1) / tokens));
   }
   // used: tiles of tokens
@@ -156,11 +154,11 @@ class Tiles {
   // Goes to the next one; whether there is one.
   __device__ bool next() {
     if constexpr (!S::kWalks) return false;
-    for (; next_ < p_.row_tiles * used_; next_ += gridDim.x / p_.splits) {
+    for (; next_ < p_.row_tiles * used_; next_ += gridDim.x) {
       p_.place(next_, used_, row, token);
       weight = p_.weight_of(token);
       if (weight < 0) continue;
-      next_ += gridDim.x / p_.splits;
+      next_ += gridDim.x;
       return true;
     }
     return false;
