@@ -41,7 +41,11 @@ struct Request {
   bool sees_all() const { return window == kNoWindow && !sparse; }
   bool has_short_window() const { return window <= kMostWindow; }
   bool packed() const { return a.value.dim != 1; }
+  bool widens() const { return kind != CacheKind::k16Bits; }
   int64_t heads() const { return a.num_seqs * num_kv_heads; }
+  // Of each sequence, if as far as the host can tell all have as many.
+  int64_t tokens() const { return a.num_tokens / a.num_seqs; }
+  bool are_alike() const { return a.num_tokens % a.num_seqs == 0; }
 
   void set_rows(int rows) {
     query_rows = rows;
