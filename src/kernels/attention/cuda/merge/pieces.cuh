@@ -18,6 +18,7 @@ struct CutSegment : SegmentPieces {
 // A block's share of a line.
 struct alignas(16) LineShare {
   int each, longer;  // places of every block; so many have one more
+  int lines, line;   // every `lines`-th block, from `line` on, is on this one
   int end;           // the place after the share
   CutSegment head;   // the block's first segment, if it is cut; or no pieces
 
@@ -29,7 +30,9 @@ struct alignas(16) LineShare {
   // The segment of `all` places from `first_place` on, of which the first `lead` are no work.
   __device__ CutSegment cut_at(int first_place, int lead, int all, int sequence, int kv_head) const {
     const int first = block_of(first_place + lead), last = block_of(first_place + all - 1);
-    return {{first, last - first + 1, 1, first * each + min(first, longer) >= first_place}, sequence, kv_head};
+    return {{first * lines + line, last - first + 1, lines, first * each + min(first, longer) >= first_place},
+            sequence,
+            kv_head};
   }
 };
 
