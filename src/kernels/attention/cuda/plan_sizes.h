@@ -85,10 +85,6 @@ constexpr bool has_line(const LineSizes& s) {
   if (s.invariant) return few && !s.packed;
   return s.packed ? few && !large : !s.narrow() || few || s.head_size == 64;
 }
-// ... and which have an instance for calls without a window.
-constexpr bool has_sees_all(const LineSizes& s) {
-  return is_common(s.kind) && s.columns <= 8 && !s.packed && !s.invariant && !s.tokens;
-}
 
 // Clusters of decoding and of several tokens.
 struct ClusterSizes : ColumnSizes {

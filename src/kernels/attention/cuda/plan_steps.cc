@@ -76,7 +76,6 @@ bool Planner::lines(const Request& r, const LineSizes& s, bool by_token) {
                                     : KernelId::kDecodeLine;
   Instance instance{id, s.head_size, s.columns, s.packed};
   instance.single = s.heads == 1;
-  instance.sees_all = r.folded || (has_sees_all(s) && !by_token && r.sees_all());
   if (suits && line(r, instance, s.warps * 32, s.shared_bytes(), s.blocks_of_sm, s.unit_tokens(), line_tiling(r, s)))
     return true;
   return s.heads > 1 &&
