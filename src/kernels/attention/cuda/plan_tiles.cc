@@ -1,5 +1,5 @@
 // Query tiles, and the workspace for what blocks leave of them.
-#include "attention/cuda/plan_request.h"
+#include "attention/cuda/planner.h"
 
 namespace pykv::attention {
 
