@@ -89,18 +89,14 @@ bool Planner::by_tensor_cores(Request r) {
 // window are decode()'s, for its line knows them.  All over pages that are no groups of eight tokens are tokens()'s, if clusters of
 // warpgroups have not taken them.  Block sparsity is left to rows().
 bool Planner::some_rows(const Request& r, RowClass of) {
-  const bool from_17_to_64 = has_17_to_64_rows(of), may_share_keys = suits_spans(r);
-  const bool decodes = of == RowClass::kFew || of == RowClass::kInvariantFew;
-  if (!may_share_keys && either_way(r, of)) return true;
-  if (decodes && (r.sees_all() || r.has_short_window()) && decode(r)) return true;
+  if (!suits_spans(r) && either_way(r, of)) return true;
+  if ((r.sees_all() || r.has_short_window()) && decode(r)) return true;
   // Few KV heads, whose keys clusters share: more than 16 rows by warpgroups, for elsewhere elements of one byte are widened for few
   // rows at a time.
-  if (may_share_keys && of == RowClass::kFew && tokens(r)) return true;
-  if (from_17_to_64 && may_verify(r, of) && verify_clusters(r)) return true;
-  if (may_share_keys && either_way(r, of)) return true;
-  if ((of == RowClass::kFew || from_17_to_64) && tokens(r)) return true;
-  if (decodes && !r.sees_all() && decode(r)) return true;
-  return rows(r, of);
+  if (of == RowClass::kFew && tokens(r)) return true;
+  if (verify_clusters(r, of) || either_way(r, of)) return true;
+  if (has_17_to_64_rows(of) && tokens(r)) return true;
+  return (!r.sees_all() && decode(r)) || rows(r, of);
 }
 
 // Several query rows of few sequences, whose tables have room for many keys: by a kernel that is clusters or a line, as it finds the
@@ -114,7 +110,7 @@ bool Planner::either_way(Request r, RowClass rows) {
   const bool decodes = r.a.cu_query_lens.data == nullptr && r.group <= (r.a.head_size <= 64 ? 4 : 8);
   if (r.a.num_seqs == 1 ? !has_17_to_64_rows(rows) : decodes) return false;
   r.lengths = Lengths::kForClusters;
-  return (rows != RowClass::kFew && may_verify(r, rows) && verify_clusters(r)) || tokens(r);
+  return verify_clusters(r, rows) || tokens(r);
 }
 
 // By kernels that take calls of any lengths, over any pages.
@@ -363,9 +359,10 @@ void Planner::verify(const Request& r, RowClass rows) {
        tiling);
 }
 
-// 17 to 64 rows of short calls, where may_verify(), if all sequences, as far as the host can tell, have so many tokens that a tile has
-// their rows.  One that had far more would keep its cluster busy when the others had finished.
-bool Planner::verify_clusters(const Request& r) {
+// 17 to 64 rows of short calls, if all sequences, as far as the host can tell, have so many tokens that a tile has their rows.  One that
+// had far more would keep its cluster busy when the others had finished.
+bool Planner::verify_clusters(const Request& r, RowClass rows) {
+  if (!has_17_to_64_rows(rows) || !may_verify(r, rows)) return false;
   const bool may_span = suits_spans(r);
   const bool is_short = std::min<int64_t>(r.max_seq_len, int64_t{r.window} + r.tokens()) <= kMostOfFew;
   const bool suits = is_common(r.kind) && r.are_alike() && r.tokens() * r.group <= 64 && r.min_rows == 0;

@@ -59,7 +59,7 @@ bool Planner::line(const Request& r, const Instance& instance, int threads, int 
 
 // Of a piece there are more rows than workspaces are made for, but fewer blocks.
 Tiling Planner::line_tiling(const Request& r, const LineSizes& s) {
-  Tiling tiling = few_rows_tiling(r.a.head_size);
+  Tiling tiling = tiling_of(RowClass::kFew, r.a.head_size);
   tiling.rows = std::max(tiling.rows, s.heads * s.columns);
   tiling.tile_rows = s.columns;
   return tiling;

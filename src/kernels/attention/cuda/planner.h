@@ -15,7 +15,6 @@ constexpr int64_t kMostOfFew = 8192;  // tokens of a sequence that a cluster tak
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Tiles, and what a block of them leaves (cuda/plan_tiles.cc).
-Tiling few_rows_tiling(int head_size);
 Tiling simple_tiling(int head_size);
 Tiling tiling_of(RowClass rows, int head_size);
 RowClass mma_rows(RowClass rows, int head_size, bool has_many);
@@ -163,7 +162,7 @@ class Planner {
   bool may_verify(const Request& r, RowClass rows) const;
   bool fills_verify(const Request& r) const;
   void verify(const Request& r, RowClass rows);
-  bool verify_clusters(const Request& r);
+  bool verify_clusters(const Request& r, RowClass rows);
   void simple(const Request& r);
 
   // cuda/plan_steps.cc
