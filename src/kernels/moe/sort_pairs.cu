@@ -12,9 +12,9 @@
 #include <algorithm>
 
 #include "cuda/cluster.cuh"
+#include "cuda/clusters_at_once.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/large_clusters.cuh"
 #include "moe/sort_pairs.h"
 
 namespace pykv {
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
 bool has_room_for_most(const Launch& launch) {
-  return large_clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
+  return clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
 }
 
 }  // namespace
