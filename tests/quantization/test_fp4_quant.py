@@ -137,6 +137,11 @@ def test_silu(array, dtype, shape):
     run(array, rows(shape, dtype), gated=True)
 
 
+@given(odd_rows(st.integers(1, 6).map(lambda n: 32 * n)), st.integers(0, 3))
+def test_any_silu(x, offset):
+    run(Numpy(), x, 7.0, gated=True, offset=offset)
+
+
 def test_four_over_six_is_closer(array):
     x = rows((40, 256), np.dtype(F), seed=1)[1:]
     errors = []
