@@ -264,7 +264,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
