@@ -116,37 +116,31 @@ struct PrefillFeeder {
   __device__ int dealt_entries() const { return is_mixed() ? 0 : gridDim.x; }
   __device__ bool is_mixed() const { return S::kMayBeMixed && p.mixed; }
 
-  // Describes segment n.
-  __device__ void find_segment(int n, bool is_whole, TileList& list, int& entry) const {
-    PrefillSegment& segment = scratch.segments[n % 8];
-    if (is_whole) {
-      if (warp != 0) return;
-      const PrefillSegment found = list.get(__shfl_sync(~0u, entry, 0), lane);
-      if (lane == 0) {
-        segment = found;
-        entry = dealt_entries() + atomicAdd(&whole.counts->taken, 1);  // arrives while the segment is fed
-      }
-    } else if (threadIdx.x == 0) {
-      Walker& walker = scratch.walker;
-      segment.unit = walker.unit;
-      segment.tiles = walker.unit.exists ? walker.in_segment : 0;
-      if (walker.unit.exists) walker.next_segment(p);
-    }
-  }
-
-  // The next segment is found while the last tiles but one are on their way, and its first pages are looked up behind the last keys.
   __device__ void feed(bool is_whole) {
     TileList list{p, whole};
     int entry = is_whole && threadIdx.x == 0 ? first_entry() : 0;  // of lane 0 of the first warp
     int stage = S::kStages - 1, parity = 0;                        // of the tile before
-    find_segment(0, is_whole, list, entry);
-    Lookup next;
 #pragma unroll 1
     for (int n = 0;; ++n) {
-      const PrefillSegment& segment = scratch.segments[n % 8];
-      if (n == 0) named_barrier_sync(kFeedersBarrier, kThreads);
+      PrefillSegment& segment = scratch.segments[n % 8];
+      if (is_whole) {
+        if (warp == 0) {
+          const PrefillSegment found = list.get(__shfl_sync(~0u, entry, 0), lane);
+          if (lane == 0) {
+            segment = found;
+            entry = dealt_entries() + atomicAdd(&whole.counts->taken, 1);  // arrives while the segment is fed
+          }
+        }
+      } else if (threadIdx.x == 0) {
+        Walker& walker = scratch.walker;
+        segment.unit = walker.unit;
+        segment.tiles = walker.unit.exists ? walker.in_segment : 0;
+        if (walker.unit.exists) walker.next_segment(p);
+      }
+      named_barrier_sync(kFeedersBarrier, kThreads);
       const int tiles = segment.tiles, kv_head = segment.unit.kv_head;
-      if (n == 0 && tiles > 0) {
+      Lookup next;
+      if (tiles > 0) {
         begin_segment(segment.unit);
         next = look_up(segment.unit, 0);
       }
@@ -156,7 +150,6 @@ struct PrefillFeeder {
           stage = 0;
           parity ^= 1;
         }
-        if (tiles > 0 && j == max(tiles - 2, 0)) find_segment(n + 1, is_whole, list, entry);
         wait_empty(scratch.key_empty[stage], parity);
         if (tiles == 0) {  // the end
           commit_keys(stage);
@@ -182,16 +175,7 @@ struct PrefillFeeder {
         const bool all = __all_sync(~0u, ok || lane >= kTokens) && copies.head_bytes == kD * 2;
         copy_tokens(keys + stage * S::kTileBytes, key, ok, all);
         commit_keys(stage);
-        if (j + 1 < tiles) {
-          next = look_up(segment.unit, j + 1);
-        } else {
-          named_barrier_sync(kFeedersBarrier, kThreads);
-          const PrefillSegment& then = scratch.segments[(n + 1) % 8];
-          if (then.tiles > 0) {
-            begin_segment(then.unit);
-            next = look_up(then.unit, 0);
-          }
-        }
+        if (j + 1 < tiles) next = look_up(segment.unit, j + 1);
         wait_empty(scratch.value_empty[stage], parity);
         copy_tokens(values + stage * S::kTileBytes, value, ok, all);
         cp_async_arrive(shared_address(&scratch.value_full[stage]));
