@@ -46,7 +46,8 @@ struct StepGroups {
   }
 };
 
-// x of some tokens, [token][unit] as a way of multiplying wants it, and sums of 16 columns, [token][unit][j].
+// x of some tokens as a way of multiplying wants it, and sums of 16 columns, [token][unit][j].  Tokens that are multiplied together lie
+// together, [unit][token]: rows that are a power of two apart would want the same places of the first cache.
 template <class Element>
 struct Reordered {
   std::vector<Element> x;
@@ -272,9 +273,10 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   parallel_for(count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
-      auto* x = into.x.data() + t * (w.padded_k / kUnit) * Way::kOfUnit;
+      const int64_t together = t < count - count % Way::kMostTokens ? Way::kMostTokens : 1, place = t % together;
+      auto* x = into.x.data() + ((t - place) * (w.padded_k / kUnit) + place) * Way::kOfUnit;
       float* sums = into.sums.data() + t * (w.padded_k / 16);
-      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += Way::kOfUnit) {
+      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += together * Way::kOfUnit) {
         float v[kUnit];
         for (int64_t column = unit; column < unit + kUnit; ++column) {
           const int64_t from = w.columns ? w.columns[column] : column;
@@ -300,7 +302,7 @@ class RowFactors {
   RowFactors(const PackedWeight& w, const Factors& factors, int64_t block) : w_(w), factors_(factors), block_(block) {}
 
   // part: of a vector of rows
-  void of_unit(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
+  [[gnu::always_inline]] void of_unit(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
     one(column, groups.of[0], part, s, m);
     for (int j = 1; j < 4; ++j) {
       if (groups.of[j] == groups.of[j - 1]) continue;
@@ -317,7 +319,7 @@ class RowFactors {
 
  private:
   // Those of one group.
-  void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
+  [[gnu::always_inline]] void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
     const Floats scale = factors_.scale(block_ >> 1, group, column, part);
     spread(scale, s);
     if (w_.minima) spread(factors_.minimum(block_ >> 1, group, column, part, scale), m);
@@ -418,77 +420,108 @@ class Alone {
   const int64_t block_;
 };
 
-// All columns of a vector of rows of each half, decoded once for all rows of out.
+// A vector of rows of each half, of which some columns at a time are decoded once for all rows of out: as many as the first cache has room
+// for, with x of those that are multiplied together.
 template <class Codes, class Way>
 class Panel {
  public:
-  explicit Panel(const PackedWeight& w) : w_(w), units_(static_cast<size_t>(w.padded_k / kUnit)) {}
-
   // part: which vector of the block
-  void decode(const Codes& codes, const Factors& factors, int64_t block, int part) {
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(w_.codes) + block * (w_.padded_k / kUnit) * kUnitWords<Codes> + part * kWidth;
-    const RowFactors<1> of_rows(w_, factors, block);
-    StepGroups groups(w_.group_size);
-    int64_t column = 0;
-    for (Unit& unit : units_) {
-      unrolled<4 * Way::kSteps>([&](auto i) PYKV_ALWAYS_INLINE {
-        constexpr int c = i / Way::kSteps, step = i % Way::kSteps;
-        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
-          unit.of[c][step][half] = Way::decode(codes, words + c * 32, half, step);
-        });
-      });
-      groups.next();
-      Floats s[1][2] = {}, m[1][2] = {};
-      of_rows.of_unit(column, groups, part, s, m);
-      for (int half = 0; half < 2; ++half) {
-        unit.scale[half] = s[0][half];
-        unit.minimum[half] = m[0][half];
-      }
-      words += kUnitWords<Codes>;
-      column += kUnit;
-    }
-  }
+  Panel(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
+      : w_(w),
+        codes_(codes),
+        factors_(w, factors, block),
+        part_(part),
+        words_(reinterpret_cast<const uint32_t*>(w.codes) + block * (w.padded_k / kUnit) * kUnitWords<Codes> +
+               part * kWidth),
+        groups_(w.group_size) {}
 
-  // kTokens rows of out; to: sums of the rows of each half, from their first on
-  template <int kTokens>
-  void multiply(const typename Way::Element* x, const float* sums, BlockSums* to, int part) const {
-    const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit;
-    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
-      unrolled<2>([&](auto half)
-                      PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(half, t); }); });
-    };
-    Floats total[2][kTokens] = {};
-    const bool adds = w_.minima;
-    for (const Unit& unit : units_) {
-      typename Way::Sum sum[2][kTokens];
-      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::begin(sum[half][t], x + t * x_stride); });
-#pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c)
-#pragma GCC unroll 2
-        for (int step = 0; step < Way::kSteps; ++step)
-          each([&](auto half, auto t)
-                   PYKV_ALWAYS_INLINE { Way::add(sum[half][t], unit.of[c][step][half], x + t * x_stride, c, step); });
-      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::settle(sum[half][t]); });
-      each([&](auto half, auto t) PYKV_ALWAYS_INLINE {
-        total[half][t] += unit.scale[half] * Way::end(sum[half][t], x + t * x_stride);
-        if (adds) total[half][t] += unit.minimum[half] * repeat4(sums + t * units * 4);
-      });
-      x += Way::kOfUnit;
-      sums += 4;
+  // Of `count` rows; to: sums of 16 rows of the weight, of which these are some.
+  void multiply(const Reordered<typename Way::Element>& by, int64_t count, BlockSums (&to)[kChunk]) {
+    constexpr int kTokens = Way::kMostTokens;
+    const int64_t units = w_.padded_k / kUnit, whole = count - count % kTokens;
+    for (int64_t unit = 0; unit < units; unit += kUnits) {
+      const int here = static_cast<int>(units - unit < kUnits ? units - unit : kUnits);
+      for (int i = 0; i < here; ++i) decode(units_[i], (unit + i) * kUnit);
+      const auto run = [&]<int kCount>(int64_t t) {
+        multiply<kCount>(here, by.x.data() + (t * units + kCount * unit) * Way::kOfUnit,
+                         by.sums.data() + (t * units + unit) * 4, total_ + t);
+      };
+      for (int64_t t = 0; t < whole; t += kTokens) run.template operator()<kTokens>(t);
+      for (int64_t t = whole; t < count; ++t) run.template operator()<1>(t);
     }
-    for (int t = 0; t < kTokens; ++t)
-      for (int half = 0; half < 2; ++half) of_steps(total[half][t], to[t] + half * 8 + part * (kWidth / 4));
+    for (int64_t t = 0; t < count; ++t)
+      for (int half = 0; half < 2; ++half) of_steps(total_[t][half], to[t] + half * 8 + part_ * (kWidth / 4));
   }
 
  private:
+  static constexpr int kUnits = 8;
   struct Unit {
     typename Way::Weights of[4][Way::kSteps][2];
     Floats scale[2], minimum[2];
   };
+  using Total = Floats[2];
+
+  void decode(Unit& unit, int64_t column) {
+    unrolled<4 * Way::kSteps>([&](auto i) PYKV_ALWAYS_INLINE {
+      constexpr int c = i / Way::kSteps, step = i % Way::kSteps;
+      unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+        unit.of[c][step][half] = Way::decode(codes_, words_ + c * 32, half, step);
+      });
+    });
+    groups_.next();
+    Floats s[1][2] = {}, m[1][2] = {};
+    factors_.of_unit(column, groups_, part_, s, m);
+    for (int half = 0; half < 2; ++half) {
+      unit.scale[half] = s[0][half];
+      unit.minimum[half] = m[0][half];
+    }
+    words_ += kUnitWords<Codes>;
+  }
+
+  template <int kTokens>
+  void multiply(int count, const typename Way::Element* x, const float* sums, Total* to) const {
+    const int64_t stride = w_.padded_k / 16;
+    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
+      unrolled<2>([&](auto half)
+                      PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(half, t); }); });
+    };
+    const bool adds = w_.minima;
+    for (const Unit* unit = units_; unit < units_ + count; ++unit) {
+      typename Way::Sum sum[2][kTokens];
+      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::begin(sum[half][t], x + t * Way::kOfUnit); });
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+        for (int step = 0; step < Way::kSteps; ++step)
+          each([&](auto half, auto t) PYKV_ALWAYS_INLINE {
+            Way::add(sum[half][t], unit->of[c][step][half], x + t * Way::kOfUnit, c, step);
+          });
+      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::settle(sum[half][t]); });
+      unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE {
+        Floats total[2] = {to[t][0], to[t][1]};
+        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+          total[half] += unit->scale[half] * Way::end(sum[half][t], x + t * Way::kOfUnit);
+        });
+        if (adds) {
+          const Floats of_x = repeat4(sums + t * stride);
+          unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { total[half] += unit->minimum[half] * of_x; });
+        }
+        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { to[t][half] = total[half]; });
+      });
+      asm volatile("" ::: "memory");  // totals lie there: in registers they would take the place of sums
+      x += kTokens * Way::kOfUnit;
+      sums += 4;
+    }
+  }
 
   const PackedWeight& w_;
-  std::vector<Unit> units_;
+  const Codes& codes_;
+  const RowFactors<1> factors_;
+  const int part_;
+  const uint32_t* words_;
+  StepGroups groups_;
+  Unit units_[kUnits];
+  Total total_[kChunk] = {};
 };
 
 inline Floats activated(Gate gate, Floats a) {
@@ -559,7 +592,6 @@ void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64
 
 template <class T, class Codes, class Way>
 void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& codes, const Factors& factors) {
-  constexpr int kTokens = Way::kMostTokens;
   const PackedWeight& w = args.weight;
   const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk, units = w.padded_k / kUnit;
   Reordered<typename Way::Element> reordered;
@@ -568,29 +600,22 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
   for (int64_t first = 0; first < rows_of.count; first += kChunk) {
     const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
     reorder<T, Way>(args, rows_of, first, count, reordered);
-    const auto x = [&](int64_t t) { return reordered.x.data() + t * units * Way::kOfUnit; };
-    const auto sums = [&](int64_t t) { return reordered.sums.data() + t * units * 4; };
     if (count == 1) {
       parallel_for((w.n + 31) / 32, 2, [&](int64_t begin, int64_t end) {
         for (int64_t band = begin; band < end; ++band) {
           BlockSums of_blocks[2];
-          Alone<Codes, Way, kWidth == 16 ? 1 : 2>(w, codes, factors, band * 2).run(x(0), sums(0), of_blocks);
+          Alone<Codes, Way, kWidth == 16 ? 1 : 2>(w, codes, factors, band * 2)
+              .run(reordered.x.data(), reordered.sums.data(), of_blocks);
           for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first, 1, &of_blocks[r]);
         }
       });
       continue;
     }
     parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
-      Panel<Codes, Way> panel(w);
       for (int64_t block = begin; block < end; ++block) {
         BlockSums of_block[kChunk];
-        for (int part = 0; part < kParts; ++part) {
-          panel.decode(codes, factors, block, part);
-          int64_t t = 0;
-          for (; t + kTokens <= count; t += kTokens)
-            panel.template multiply<kTokens>(x(t), sums(t), of_block + t, part);
-          for (; t < count; ++t) panel.template multiply<1>(x(t), sums(t), of_block + t, part);
-        }
+        for (int part = 0; part < kParts; ++part)
+          Panel<Codes, Way>(w, codes, factors, block, part).multiply(reordered, count, of_block);
         store<T>(args, rows_of, block, first, static_cast<int>(count), of_block);
       }
     });
