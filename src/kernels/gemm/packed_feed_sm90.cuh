@@ -37,19 +37,18 @@ class FactorCopies {
 
 // One thread: codes and x.  One warp where factors come as they are stored.
 template <class S>
-__device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int split,
-                     int32_t weight, [[maybe_unused]] int64_t shift) {
+__device__ void fill(const Problem& p, const Ring& ring, const Tiles<S>& tile, int split, Turn& turn) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
-  const int first_block = static_cast<int>(row_tile) * (kRows / 16);
-  const int first_token = static_cast<int>(token_tile) * S::kTokens;
+  const int first_block = static_cast<int>(tile.row) * (kRows / 16);
+  const int first_token = static_cast<int>(tile.token) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
   [[maybe_unused]] const auto factors = [&] {
     if constexpr (S::kFolds)
-      return FactorCopies(p, row_tile, shift);
+      return FactorCopies(p, tile.row, tile.shift());
     else
       return 0;
   }();
-  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+  for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     if constexpr (S::kFolds) {
@@ -58,7 +57,7 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
       if (threadIdx.x % 32 != 0) return;
     }
     cluster_expect(full, bytes);
-    copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, weight}, full);
+    copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, tile.weight}, full);
     if (p.gathers) return;
     copy_box(stage, p.x, {2 * i * 128, first_token}, full);
     copy_box(stage + S::kXBytes, p.x, {(2 * i + 1) * 128, first_token}, full);
@@ -140,9 +139,9 @@ class Gatherer {
 
 // Warps that do nothing else.
 template <class S>
-__device__ void gather(const Problem& p, const Ring& ring, int thread, uint32_t token_tile, int split, int64_t shift) {
-  const Gatherer<S> gatherer(p, thread, token_tile, shift);
-  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+__device__ void gather(const Problem& p, const Ring& ring, int thread, const Tiles<S>& tile, int split, Turn& turn) {
+  const Gatherer<S> gatherer(p, thread, tile.token, tile.shift());
+  for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
   });
@@ -150,10 +149,10 @@ __device__ void gather(const Problem& p, const Ring& ring, int thread, uint32_t 
 
 // Warps of few tokens, each for its places in the ring.
 template <class S>
-__device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, uint32_t token_tile, int split,
-                                int64_t shift) {
-  const Gatherer<S> gatherer(p, threadIdx.x % 32, token_tile, shift);
-  for_stages<S>(p, split, [&](int i, const Turn& turn) {
+__device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, const Tiles<S>& tile, int split,
+                                Turn& turn) {
+  const Gatherer<S> gatherer(p, threadIdx.x % 32, tile.token, tile.shift());
+  for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     if (turn.stage % S::kPreparers != warp) return;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
@@ -212,24 +211,23 @@ __device__ void sum_x(const Problem& p, uint32_t stage) {
 template <class S>
 class Preparer {
  public:
-  // warp: which of them this is; shift: bytes from p.weight to the one that is meant
-  __device__ Preparer(const Problem& p, const Ring& ring, uint32_t row_tile, uint32_t token_tile, int warp,
-                      int64_t shift)
+  // warp: which of them this is
+  __device__ Preparer(const Problem& p, const Ring& ring, const Tiles<S>& tile, int warp)
       : p_(p),
         ring_(ring),
         warp_(warp),
-        shift_(shift),
+        shift_(tile.shift()),
         lane_(threadIdx.x % 32),
-        gatherer_(p, lane_, token_tile, shift) {
+        gatherer_(p, lane_, tile.token, tile.shift()) {
     const PackedWeight& w = p.weight;
-    global_ = __ldg(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
-    const int64_t band = min(static_cast<int>(row_tile) * 4 + lane_ / 8, p.bands - 1);
+    global_ = __ldg(reinterpret_cast<const float*>(w.data + shift_ + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    const int64_t band = min(static_cast<int>(tile.row) * 4 + lane_ / 8, p.bands - 1);
     factors_ = band * p.groups * 32 + lane_ % 8 * 4;
     supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
   }
 
-  __device__ void run(int split) {
-    for_stages<S>(p_, split, [&](int i, const Turn& turn) {
+  __device__ void run(int split, Turn& turn) {
+    for_stages<S>(p_, split, turn, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
       constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
       if (p_.items == 1) {

@@ -7,6 +7,9 @@
 // sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
 // of x that a tensor map cannot describe (packed_feed_sm90.cuh).
 //
+// Of many experts with many tokens each, blocks walk over tiles of int4: the ring is filled for the next while results of one are
+// written, and these are rounded before they are exchanged.
+//
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
 //
@@ -16,9 +19,9 @@
 // block sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
-// 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
-// 0.91 ms, 600 TFLOP/s.
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 23,
+// 256 54.  What bounds many is that instructions beside wgmma take their time from it (docs/log/packed_gemm.md), so weights that
+// are scaled as they are decoded have one sum for all of a segment: 4096 tokens take 0.87 to 0.96 ms.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
@@ -92,6 +95,24 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
     }
   }
 }
+
+// Rounded sums [token][kRoundedPitch bytes] to rows of out.
+template <class S>
+__device__ __forceinline__ void write_rounded(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums,
+                                              int64_t first_row) {
+  constexpr int kTogether = S::kMultipliers / 16, kEach = S::kTokens / kTogether;  // tokens at once; of a thread
+  const int chunk = threadIdx.x % 16, first = threadIdx.x / 16;
+  if (first_row + chunk * 8 >= p.weight.n) return;
+  uint4 v[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) v[i] = load_shared_16(sums + (first + i * kTogether) * kRoundedPitch + chunk * 16);
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + first_row + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int32_t row = of_out[first + i * kTogether];
+    if (row >= 0) *reinterpret_cast<uint4*>(out + row * p.out_stride) = v[i];
+  }
+}
 #endif
 
 template <class S>
@@ -102,6 +123,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   __shared__ uint64_t barriers[3 * kMostStages];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
+  __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
   const Ring ring{data, full, full + kMostStages * 8, full + 2 * kMostStages * 8, p.stage_bytes};
@@ -118,33 +140,37 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     if (!p.gathers) prefetch_map(p.x);
   }
   const int split = static_cast<int>(blockIdx.x % p.splits);
-  uint32_t row_tile, token_tile;
-  p.place(blockIdx.x / p.splits, row_tile, token_tile);
   begin_dependent();
-  const int32_t weight = p.weight_of(token_tile);
-  if (weight < 0) return;  // all blocks of the cluster
-  const int64_t shift = weight * p.map.weight_stride;
-  if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
+  Tiles<S> tiles(p);
+  if constexpr (!S::kWalks) {
+    if (tiles.weight < 0) return;  // all blocks of the cluster
+    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
+  }
   if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Turn turn;
+  const auto each_tile = [&](auto&& with) {
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) with();
+  };
   if (warp >= S::kMultipliers / 32) {
     const int own = warp - S::kMultipliers / 32 - 1;
     if (S::kGatherers != 0 && own >= S::kPreparers) {
       if constexpr (S::kGatherers != 0) give_registers<48>();
-      if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
+      if (p.gathers) each_tile([&] { gather<S>(p, ring, threadIdx.x % 128, tiles, split, turn); });
     } else {
       if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
-        if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
+        if (S::kFolds || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
       } else if constexpr (!S::kFolds) {
-        Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
+        each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       } else if constexpr (S::kFew) {
-        if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
+        if (p.gathers) gather_by_turns<S>(p, ring, own, tiles, split, turn);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -152,11 +178,37 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       cluster_announce_all();
       cluster_wait();
     }
+  } else if constexpr (S::kWalks) {
+    take_registers<200>();
+    const uint32_t kept = data + p.stages * p.stage_bytes;
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) {
+      const int32_t row = threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1;
+      {
+        Multiplier<S> multiplier(p, ring, table, tiles.shift());
+        multiplier.run(0, turn);
+        if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
+        if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
+        const int64_t n = int64_t{tiles.row} * kRows + warp * 16 + threadIdx.x % 32 / 4;
+        float bias[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (p.bias && n + i * 8 < p.weight.n)
+            bias[i] = to_float(static_cast<const T*>(p.bias)[tiles.weight * p.map.bias_stride + n + i * 8]);
+        named_barrier_sync(1, S::kMultipliers);  // all have added up their segments
+        multiplier.store_rounded(kept, bias, p.map.factors ? shared_address(factors) : 0);
+      }
+      named_barrier_sync(1, S::kMultipliers);
+      write_rounded<S>(p, rows, kept, int64_t{tiles.row} * kRows);
+      named_barrier_sync(1, S::kMultipliers);  // rows and what is kept are free
+    }
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, table, shift);
-      multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
+      Multiplier<S> multiplier(p, ring, table, tiles.shift());
+      const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
+      turn.advance(part % S::kParts, p.stages);
+      multiplier.run(part, turn);
       if (S::kLastInRing || !p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
         multiplier.store(data);
@@ -168,7 +220,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       named_barrier_sync(1, S::kMultipliers);
     }
-    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{row_tile} * kRows, split, weight);
+    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split, tiles.weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -264,20 +316,20 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
-  const int64_t blocks = row_tiles * token_tiles * splits;
-  if (blocks > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
+  const int64_t tiles = row_tiles * token_tiles * splits, sms = num_sms(launch.device);
+  if (tiles > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
   const int for_sums = kAlignment + S::kTokens * kPitch * 4;
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
-  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), static_cast<unsigned>(splits),
-                  static_cast<size_t>(bytes), launch, "packed_gemm", p);
+  launch_clusters(kernel, dim3(static_cast<unsigned>(S::kWalks && tiles > sms ? sms : tiles)), dim3(S::kThreads),
+                  static_cast<unsigned>(splits), static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
 template <class T, CodeKind kKind, Minima kMinima>
@@ -293,6 +345,11 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const bool shares = kMinima != Minima::kAdded && !map.rows && tiles(128) * 2 <= sms && tiles(64) * 2 > sms;
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
+    if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 &&
+                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
+      if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
+          reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
+        return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
