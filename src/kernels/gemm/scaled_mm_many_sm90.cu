@@ -26,7 +26,8 @@ struct ManyShape {
   static constexpr int kRows = 64 * kGroups * kParts, kColumns = 128;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kPieces = kPieces_, kPiece = kColumns / kPieces;  // columns that a warp writes at once
-  static constexpr int kScales = kRows + 4;                              // of a stage
+  // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes.
+  static constexpr int kScales = kStrided ? kRows + 4 : kRows;
   // In shared memory.
   static constexpr uint32_t kRowBytes = kRows * kLine, kColumnBytes = kColumns * kLine, kWarpBytes = 16 * kPiece * 2;
   static constexpr uint32_t kColumnsAt = kStages * kRowBytes, kStagingAt = kColumnsAt + kStages * kColumnBytes;
@@ -135,8 +136,10 @@ struct ManyMultiplier {
   ManyTurn<S> turn;
   bool is_full = false;  // what was seen of the next stage
   float total[S::kParts][kSums];
-  // A lane has every 32nd block's scale of the tile's columns, and the one 32 blocks further on.
-  float of_columns, of_columns_on;
+  // Scales of the tile's columns.  Those of blocks: a lane has every 32nd block's, and the one 32 blocks further on.  Others: it has
+  // every 32nd column's.
+  float of_columns[S::kColumns / 32];
+  float row_factors[2];  // of its rows, if not of blocks
 
   // A block of k that has been given to the matrix units.
   struct Pending {
@@ -184,12 +187,12 @@ struct ManyMultiplier {
     constexpr bool kLast = kPart == S::kParts - 1;
     if constexpr (!S::kStrided) {
       if (o.in_blocks) {
-        const float of_column = __shfl_sync(~0u, of_columns, block % 32);
+        const float of_column = __shfl_sync(~0u, of_columns[0], block % 32);
         pending.scale[0] *= of_column;
         pending.scale[1] *= of_column;
         if (kLast && (block + 1) % 32 == 0) {
-          of_columns = of_columns_on;
-          of_columns_on = load_of_columns(column, block + 33);
+          of_columns[0] = of_columns[1];
+          of_columns[1] = load_of_columns(column, block + 33);
         }
       }
     }
@@ -243,29 +246,29 @@ struct ManyMultiplier {
     }
   }
 
-  // Where scales are not those of blocks: of the lane's rows and columns.
-  __device__ void scale_all(int row, int column) {
-    const auto* const of_rows = static_cast<const float*>(o.a_scales.data);
-    const auto* const of_columns_ = static_cast<const float*>(o.b_scales.data);
+  // Scales that are not those of blocks: asked for before products are summed.
+  __device__ void load_factors(int row, int column) {
+    const auto* const rows = static_cast<const float*>(o.a_scales.data);
+    const auto* const columns = static_cast<const float*>(o.b_scales.data);
 #pragma unroll
-    for (int part = 0; part < S::kParts; ++part) {
-      const int first = row + part * S::kGroups * 64 + warp * 16 + lane / 4;
-      float of_row[2];
+    for (int i = 0; i < 2; ++i)
+      row_factors[i] = __ldg(rows + int64_t{min(row + warp * 16 + 8 * i + lane / 4, o.m - 1)} * o.a_scales.along);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) of_row[i] = __ldg(of_rows + int64_t{min(first + 8 * i, o.m - 1)} * o.a_scales.along);
+    for (int i = 0; i < S::kColumns / 32; ++i)
+      of_columns[i] = __ldg(columns + int64_t{min(column + 32 * i + lane, o.n - 1)} * o.b_scales.along);
+  }
+  __device__ void scale_all() {
 #pragma unroll
-      for (int j = 0; j < kSums / 4; ++j)
+    for (int j = 0; j < kSums / 4; ++j)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = min(column + 8 * j + lane % 4 * 2 + e, o.n - 1);
-          const float of_column = __ldg(of_columns_ + int64_t{at} * o.b_scales.along);
+      for (int e = 0; e < 2; ++e) {
+        const float of_column = __shfl_sync(~0u, of_columns[j / 4], j % 4 * 8 + lane % 4 * 2 + e);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = total[part][4 * j + 2 * i + e];
-            x = of_row[i] * (of_column * x);
-          }
+        for (int i = 0; i < 2; ++i) {
+          float& x = total[0][4 * j + 2 * i + e];
+          x = row_factors[i] * (of_column * x);
         }
-    }
+      }
   }
 
   // By the copy engine, which leaves out what is outside: a warp's 16 rows, by way of shared memory.
@@ -308,9 +311,11 @@ struct ManyMultiplier {
 
   __device__ void run() {
     for_tiles<S>(o, [&](int row, int column) {
-      if (!S::kStrided && o.in_blocks) {
-        of_columns = load_of_columns(column, 0);
-        of_columns_on = load_of_columns(column, 32);
+      if (S::kParts == 1 && !o.in_blocks) {
+        load_factors(row, column);
+      } else if constexpr (!S::kStrided) {
+        of_columns[0] = load_of_columns(column, 0);
+        of_columns[1] = load_of_columns(column, 32);
       }
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part)
@@ -321,7 +326,7 @@ struct ManyMultiplier {
       } else {
         multiply_rolling(column);
       }
-      if (!o.in_blocks) scale_all(row, column);
+      if (S::kParts == 1 && !o.in_blocks) scale_all();
       if (o.is_bfloat16) {
         store<bf16>(row, column);
       } else {
@@ -410,7 +415,7 @@ bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
   if (args.is_int8 || args.groups.count > 0 || args.bias || args.m <= 128 || args.n < 8) return false;
   if (args.a_scales.is_e8m0 || args.b_scales.is_e8m0 || args.n > INT32_MAX / 4) return false;
   if (args.out_dtype == DType::kFloat32 || !is_aligned(16, args.out, {2 * args.out_stride})) return false;
-  // Rounds of tiles, in the time of 64 rows.  Those of 256 rows read least; small ones are slower for each row.
+  // Rounds of tiles.  Those of 256 rows read least, and are for scales of blocks only; small ones are slower for each row.
   const int64_t sms = num_sms(launch.device), column_tiles = (args.n + 127) / 128;
   const auto rounds = [&](int64_t rows) { return ((args.m + rows - 1) / rows * column_tiles + sms - 1) / sms; };
   if (5 * rounds(64) < 8 * rounds(128)) return launch_shape<ManyShape<1, 1, 8, 1, true>>(args, launch);
