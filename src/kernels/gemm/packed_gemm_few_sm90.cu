@@ -44,6 +44,7 @@ struct Shape {
   using Code = Codes<T, kKind>;
   static constexpr CodeKind kCodes = kKind;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
+  static constexpr bool kRunsOn = kFolds && !kIsHalf<T>;  // one sum for all of a segment
   static constexpr int kCodeBytes = Code::kPlanes * 1024;
   static constexpr int kBlocks = kKind == CodeKind::kUint4 ? 2 : 1;  // of an SM, for which there are registers
 };
@@ -154,7 +155,8 @@ class Multiplier {
     } else {
       prepare<kItems>(stage, scales, pairs);
     }
-    float sum[4];
+    float of_groups[4];
+    float (&sum)[4] = S::kRunsOn ? total : of_groups;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int item = j / kSteps, from = item % 4, own = item / 4;
@@ -166,13 +168,13 @@ class Multiplier {
           now_[0] = pairs[0][0];
           now_[1] = pairs[0][1];
         }
-        if (!S::kFolds || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        if (!S::kRunsOn && (!S::kFolds || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
       decode(a, j);
       const uint2 x = load_shared_8(x_ + j * 32);
       mma_16x8x16<T>(sum, a, x.x, x.y);
-      if ((j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
+      if (S::kRunsOn || (j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
       float2 scale = scales[own];
       if constexpr (!S::kFolds && kItems > 1) {
         scale.x = __shfl_sync(~0u, scale.x, from, 4);

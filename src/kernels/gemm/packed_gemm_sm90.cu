@@ -16,9 +16,9 @@
 // block sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
-// 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
-// 0.91 ms, 600 TFLOP/s.
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 23,
+// 256 54.  What bounds many is that instructions beside wgmma take their time from it (docs/log/packed_gemm.md), so weights that
+// are scaled as they are decoded have one sum for all of a segment: 4096 tokens take 0.87 to 0.96 ms.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
@@ -264,7 +264,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;

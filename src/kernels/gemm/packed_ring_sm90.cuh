@@ -52,6 +52,8 @@ struct Shape {
                        kLowsAt = kSupersAt + 2 * kRows;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
+  static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   // Whoever waits for codes waits for factors too: one barrier tells of both.
   static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes

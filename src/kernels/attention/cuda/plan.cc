@@ -1,8 +1,6 @@
 // Which kernels take a call, from Planner::all() on; cuda/plan.h says what for.  With what grids and sizes: cuda/plan_steps.cc.
 #include "attention/cuda/plan.h"
 
-#include <string_view>
-
 #include "attention/cuda/planner.h"
 #include "core/error.h"
 
@@ -31,23 +29,7 @@ bool suits_mma(const PagedAttentionArgs& a) {
   return head && rows && key && value;
 }
 
-// What is known of a kind of device without asking one; chips of a kind differ in which SMs they lack, and so in how many clusters
-// find room.
-constexpr DeviceInfo kA100 = {108, 80, false, 163 << 10, 164 << 10, 2048, {}};
-constexpr DeviceInfo kHopper = {132,
-                                90,
-                                true,
-                                227 << 10,
-                                228 << 10,
-                                2048,
-                                {{0, 132, 66, 43, 32, 24, 20, 15, 15}, {0, 264, 132, 86, 64, 48, 40, 30, 30}}};
-
 }  // namespace
-
-const DeviceInfo* device_called(const char* name) {
-  const std::string_view wanted = name;
-  return wanted == "A100" ? &kA100 : wanted == "H100" || wanted == "H200" ? &kHopper : nullptr;
-}
 
 void make_plan(const PagedAttentionArgs& args, const DeviceInfo& device, Plan& plan) {
   plan.count = 0;
