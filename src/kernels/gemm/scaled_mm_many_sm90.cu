@@ -412,14 +412,15 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
 }  // namespace
 
 bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
-  if (args.is_int8 || args.groups.count > 0 || args.bias || args.m <= 128 || args.n < 8) return false;
+  if (args.is_int8 || args.groups.count > 0 || args.bias || args.m <= 64 || args.n < 8) return false;
   if (args.a_scales.is_e8m0 || args.b_scales.is_e8m0 || args.n > INT32_MAX / 4) return false;
   if (args.out_dtype == DType::kFloat32 || !is_aligned(16, args.out, {2 * args.out_stride})) return false;
-  // Rounds of tiles.  Those of 256 rows read least, and are for scales of blocks only; small ones are slower for each row.
+  // Rounds of tiles.  Small ones are slower for each row.  Those of 256 rows read least, and are for scales of blocks only; one
+  // round of them pays if k is long.
   const int64_t sms = num_sms(launch.device), column_tiles = (args.n + 127) / 128;
   const auto rounds = [&](int64_t rows) { return ((args.m + rows - 1) / rows * column_tiles + sms - 1) / sms; };
   if (5 * rounds(64) < 8 * rounds(128)) return launch_shape<ManyShape<1, 1, 8, 1, true>>(args, launch);
-  if (args.in_blocks && rounds(256) > 1 && 2 * rounds(256) <= rounds(128))
+  if (args.in_blocks && 40 * rounds(256) <= 21 * rounds(128) && (rounds(256) > 1 || args.k > 8192))
     return launch_shape<ManyShape<2, 2, 4, 2, false>>(args, launch);
   return launch_shape<ManyShape<2, 1, 5, 1, false>>(args, launch);
 }
