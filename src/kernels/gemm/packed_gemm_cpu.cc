@@ -71,6 +71,14 @@ template <int kCount, class With>
 #endif
 }
 
+template <class Codes>
+inline constexpr int64_t kUnitWords = Codes::kPlanes * 128;
+
+// Sums of the four steps, of each row of a vector.
+inline void of_steps(Floats v, float* to) {
+  for (int g = 0; g < kWidth / 4; ++g) to[g] = (v[4 * g] + v[4 * g + 1]) + (v[4 * g + 2] + v[4 * g + 3]);
+}
+
 // Ways to multiply.  kSteps: how many times the words of one c are decoded, for rows of one half, until all their codes were; Sum: of
 // a unit, in lanes as those of the words.
 
@@ -84,7 +92,8 @@ struct InFloats {
   struct Pair {
     Floats first, second;
   };
-  static Pair decode(const Codes& codes, const uint32_t* words, int half, int h) {
+  using Weights = Pair;
+  static Weights decode(const Codes& codes, const uint32_t* words, int half, int h) {
     const auto tile = load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128);
     const int shift = Codes::shift(half, h);
     return {codes.element(tile, shift), codes.element(tile, shift + 16)};
@@ -111,7 +120,8 @@ struct InPairs {
   static void put(Element* x, const float (&v)[kUnit]) {
     for (int i = 0; i < kUnit; ++i) x[i % 16 / 2 * 8 + i / 16 * 2 + i % 2] = from_float<bf16>(v[i]);
   }
-  static __m512bh decode(const Codes& codes, const uint32_t* words, int half, int h) {
+  using Weights = __m512bh;
+  static Weights decode(const Codes& codes, const uint32_t* words, int half, int h) {
     return codes.pair(load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128), Codes::shift(half, h));
   }
   using Sum = Floats;
@@ -158,7 +168,8 @@ struct InBytes {
   struct Sum {
     __m512i of[kBytes];
   };
-  PYKV_ALWAYS_INLINE static __m512i decode(const Codes& codes, const uint32_t* words, int half, int) {
+  using Weights = __m512i;
+  PYKV_ALWAYS_INLINE static Weights decode(const Codes& codes, const uint32_t* words, int half, int) {
     return codes.octets(words, half);
   }
   PYKV_ALWAYS_INLINE static void begin(Sum& sum, const Element* x) {
@@ -280,90 +291,16 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   });
 }
 
-// kTokens rows of out times kBlocks blocks of 16 rows of the weight, from `block` on, two of which have their factors side by side.
-// Of those with the same half, kVectors vectors at once, and kPasses of these one after another, from `part` on.
-template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
-class Tile {
+// Factors of kBlocks blocks of 16 rows, from `block` on, two of which have them side by side: [block][half].
+template <int kBlocks>
+class RowFactors {
  public:
-  Tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
-      : w_(w), codes_(codes), factors_(factors), block_(block), part_(part) {}
+  using OfRows = Floats[kBlocks][2];
 
-  void run(const typename Way::Element* x, const float* sums) {
-    const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit, stride = units * kUnitWords;
-    const auto* words = reinterpret_cast<const uint32_t*>(w_.codes) + block_ * stride + part_ * kWidth;
-    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
-      unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
-        unrolled<kVectors>(
-            [&](auto v) PYKV_ALWAYS_INLINE { unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { with(r, v, half); }); });
-      });
-    };
-    const auto each_sum = [&](auto&& with) PYKV_ALWAYS_INLINE {
-      each([&](auto r, auto v, auto half)
-               PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(r, v, half, t); }); });
-    };
-    StepGroups groups(w_.group_size);
-    for (int64_t column = 0; column < w_.padded_k; column += kUnit, words += kUnitWords, x += Way::kOfUnit, sums += 4) {
-      if (kTokens == 1) ask_for(words, column, stride, w_.padded_k);
-      groups.next();
-#pragma GCC unroll 1
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const auto* const from = words + pass * kVectors * kWidth;
-        typename Way::Sum sum[kBlocks][kVectors][2][kTokens];
-        each_sum([&](auto r, auto v, auto half, auto t)
-                     PYKV_ALWAYS_INLINE { Way::begin(sum[r][v][half][t], x + t * x_stride); });
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c)
-#pragma GCC unroll 2
-          for (int step = 0; step < Way::kSteps; ++step)
-            each([&](auto r, auto v, auto half) PYKV_ALWAYS_INLINE {
-              const auto w = Way::decode(codes_, from + r * stride + c * 32 + v * kWidth, half, step);
-              unrolled<kTokens>([&](auto t)
-                                    PYKV_ALWAYS_INLINE { Way::add(sum[r][v][half][t], w, x + t * x_stride, c, step); });
-            });
-        each_sum([&](auto r, auto v, auto half, auto t) PYKV_ALWAYS_INLINE { Way::settle(sum[r][v][half][t]); });
-        add(column, groups, pass, sum, x, x_stride, sums);
-      }
-    }
-  }
+  RowFactors(const PackedWeight& w, const Factors& factors, int64_t block) : w_(w), factors_(factors), block_(block) {}
 
-  // Row 8 half + g of block r, token t.
-  float total(int r, int half, int g, int t) const {
-    const int lane = g * 4 - part_ * kWidth, vector = lane / kWidth, at = lane % kWidth;
-    const Floats v = total_[vector / kVectors][r][vector % kVectors][half][t];
-    return (v[at] + v[at + 1]) + (v[at + 2] + v[at + 3]);
-  }
-
- private:
-  static constexpr int64_t kUnitWords = Codes::kPlanes * 128;
-  using OfRows = Floats[kBlocks][2];  // of both halves
-
-  // For codes that are read some units later: of these blocks, or of those behind them.
-  static void ask_for(const uint32_t* words, int64_t column, int64_t stride, int64_t columns) {
-    const auto* const next =
-        words + kAhead * kUnitWords + (column + kAhead * kUnit < columns ? 0 : (kBlocks - 1) * stride);
-    for (int r = 0; r < kBlocks; ++r)
-      for (int line = 0; line < kUnitWords / 16; ++line) __builtin_prefetch(next + r * stride + line * 16, 0, 2);
-  }
-
-  [[gnu::always_inline]] void add(int64_t column, const StepGroups& groups, int pass,
-                                  const typename Way::Sum (&sum)[kBlocks][kVectors][2][kTokens],
-                                  const typename Way::Element* x, int64_t x_stride, const float* sums) {
-    unrolled<kVectors>([&](auto v) PYKV_ALWAYS_INLINE {
-      OfRows s = {}, m = {};
-      factors_of(column, groups, part_ + pass * kVectors + v, s, m);
-      unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
-        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
-          unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE {
-            Floats& total = total_[pass][r][v][half][t];
-            total += s[r][half] * Way::end(sum[r][v][half][t], x + t * x_stride);
-            if (w_.minima) total += m[r][half] * repeat4(sums + t * (w_.padded_k / 16));
-          });
-        });
-      });
-    });
-  }
-
-  void factors_of(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
+  // part: of a vector of rows
+  void of_unit(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
     one(column, groups.of[0], part, s, m);
     for (int j = 1; j < 4; ++j) {
       if (groups.of[j] == groups.of[j - 1]) continue;
@@ -378,6 +315,7 @@ class Tile {
     }
   }
 
+ private:
   // Those of one group.
   void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
     const Floats scale = factors_.scale(block_ >> 1, group, column, part);
@@ -400,28 +338,158 @@ class Tile {
   }
 
   const PackedWeight& w_;
-  const Codes& codes_;
   const Factors& factors_;
   const int64_t block_;
-  const int part_;
-  Floats total_[kPasses][kBlocks][kVectors][2][kTokens] = {};
 };
 
 // Sums of the 16 rows of a block.
 using BlockSums = float[16];
 
-// to: of each block, and of each token
-template <class Codes, class Way, int kBlocks, int kPasses, int kVectors, int kTokens>
-void tile(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part,
-          const typename Way::Element* x, const float* sums_of_x, BlockSums (&to)[kBlocks][kTokens]) {
-  Tile<Codes, Way, kBlocks, kPasses, kVectors, kTokens> tile(w, codes, factors, block, part);
-  tile.run(x, sums_of_x);
-  for (int r = 0; r < kBlocks; ++r)
+// One row of out times two blocks of 16 rows of the weight.  Of rows with the same half, kVectors vectors at once, and all of these one
+// after another.
+template <class Codes, class Way, int kVectors>
+class Alone {
+  static constexpr int kBlocks = 2, kPasses = kParts / kVectors;
+
+ public:
+  Alone(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block)
+      : w_(w), codes_(codes), factors_(w, factors, block), block_(block) {}
+
+  void run(const typename Way::Element* x, const float* sums, BlockSums (&to)[kBlocks]) {
+    const int64_t units = w_.padded_k / kUnit, stride = units * kUnitWords<Codes>;
+    const auto* words = reinterpret_cast<const uint32_t*>(w_.codes) + block_ * stride;
+    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
+      unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
+        unrolled<kVectors>(
+            [&](auto v) PYKV_ALWAYS_INLINE { unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { with(r, v, half); }); });
+      });
+    };
+    Floats total[kPasses][kBlocks][kVectors][2] = {};
+    StepGroups groups(w_.group_size);
+    for (int64_t column = 0; column < w_.padded_k;
+         column += kUnit, words += kUnitWords<Codes>, x += Way::kOfUnit, sums += 4) {
+      ask_for(words, column, stride, w_.padded_k);
+      groups.next();
+#pragma GCC unroll 1
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const auto* const from = words + pass * kVectors * kWidth;
+        typename Way::Sum sum[kBlocks][kVectors][2];
+        each([&](auto r, auto v, auto half) PYKV_ALWAYS_INLINE { Way::begin(sum[r][v][half], x); });
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+          for (int step = 0; step < Way::kSteps; ++step)
+            each([&](auto r, auto v, auto half) PYKV_ALWAYS_INLINE {
+              const auto w = Way::decode(codes_, from + r * stride + c * 32 + v * kWidth, half, step);
+              Way::add(sum[r][v][half], w, x, c, step);
+            });
+        each([&](auto r, auto v, auto half) PYKV_ALWAYS_INLINE { Way::settle(sum[r][v][half]); });
+        unrolled<kVectors>([&](auto v) PYKV_ALWAYS_INLINE {
+          Floats s[kBlocks][2] = {}, m[kBlocks][2] = {};
+          factors_.of_unit(column, groups, pass * kVectors + v, s, m);
+          unrolled<kBlocks>([&](auto r) PYKV_ALWAYS_INLINE {
+            unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+              Floats& of_rows = total[pass][r][v][half];
+              of_rows += s[r][half] * Way::end(sum[r][v][half], x);
+              if (w_.minima) of_rows += m[r][half] * repeat4(sums);
+            });
+          });
+        });
+      }
+    }
+    for (int part = 0; part < kParts; ++part)
+      for (int r = 0; r < kBlocks; ++r)
+        for (int half = 0; half < 2; ++half)
+          of_steps(total[part / kVectors][r][part % kVectors][half], to[r] + half * 8 + part * (kWidth / 4));
+  }
+
+ private:
+  // For codes that are read some units later: of these blocks, or of those behind them.
+  static void ask_for(const uint32_t* words, int64_t column, int64_t stride, int64_t columns) {
+    const auto* const next =
+        words + kAhead * kUnitWords<Codes> + (column + kAhead * kUnit < columns ? 0 : (kBlocks - 1) * stride);
+    for (int r = 0; r < kBlocks; ++r)
+      for (int line = 0; line < kUnitWords<Codes> / 16; ++line) __builtin_prefetch(next + r * stride + line * 16, 0, 2);
+  }
+
+  const PackedWeight& w_;
+  const Codes& codes_;
+  const RowFactors<kBlocks> factors_;
+  const int64_t block_;
+};
+
+// All columns of a vector of rows of each half, decoded once for all rows of out.
+template <class Codes, class Way>
+class Panel {
+ public:
+  explicit Panel(const PackedWeight& w) : w_(w), units_(static_cast<size_t>(w.padded_k / kUnit)) {}
+
+  // part: which vector of the block
+  void decode(const Codes& codes, const Factors& factors, int64_t block, int part) {
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(w_.codes) + block * (w_.padded_k / kUnit) * kUnitWords<Codes> + part * kWidth;
+    const RowFactors<1> of_rows(w_, factors, block);
+    StepGroups groups(w_.group_size);
+    int64_t column = 0;
+    for (Unit& unit : units_) {
+      unrolled<4 * Way::kSteps>([&](auto i) PYKV_ALWAYS_INLINE {
+        constexpr int c = i / Way::kSteps, step = i % Way::kSteps;
+        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+          unit.of[c][step][half] = Way::decode(codes, words + c * 32, half, step);
+        });
+      });
+      groups.next();
+      Floats s[1][2] = {}, m[1][2] = {};
+      of_rows.of_unit(column, groups, part, s, m);
+      for (int half = 0; half < 2; ++half) {
+        unit.scale[half] = s[0][half];
+        unit.minimum[half] = m[0][half];
+      }
+      words += kUnitWords<Codes>;
+      column += kUnit;
+    }
+  }
+
+  // kTokens rows of out; to: sums of the rows of each half, from their first on
+  template <int kTokens>
+  void multiply(const typename Way::Element* x, const float* sums, BlockSums* to, int part) const {
+    const int64_t units = w_.padded_k / kUnit, x_stride = units * Way::kOfUnit;
+    const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
+      unrolled<2>([&](auto half)
+                      PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(half, t); }); });
+    };
+    Floats total[2][kTokens] = {};
+    const bool adds = w_.minima;
+    for (const Unit& unit : units_) {
+      typename Way::Sum sum[2][kTokens];
+      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::begin(sum[half][t], x + t * x_stride); });
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 2
+        for (int step = 0; step < Way::kSteps; ++step)
+          each([&](auto half, auto t)
+                   PYKV_ALWAYS_INLINE { Way::add(sum[half][t], unit.of[c][step][half], x + t * x_stride, c, step); });
+      each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::settle(sum[half][t]); });
+      each([&](auto half, auto t) PYKV_ALWAYS_INLINE {
+        total[half][t] += unit.scale[half] * Way::end(sum[half][t], x + t * x_stride);
+        if (adds) total[half][t] += unit.minimum[half] * repeat4(sums + t * units * 4);
+      });
+      x += Way::kOfUnit;
+      sums += 4;
+    }
     for (int t = 0; t < kTokens; ++t)
-      for (int half = 0; half < 2; ++half)
-        for (int g = part * kWidth / 4; g < (part + kPasses * kVectors) * kWidth / 4; ++g)
-          to[r][t][half * 8 + g] = tile.total(r, half, g, t);
-}
+      for (int half = 0; half < 2; ++half) of_steps(total[half][t], to[t] + half * 8 + part * (kWidth / 4));
+  }
+
+ private:
+  struct Unit {
+    typename Way::Weights of[4][Way::kSteps][2];
+    Floats scale[2], minimum[2];
+  };
+
+  const PackedWeight& w_;
+  std::vector<Unit> units_;
+};
 
 inline Floats activated(Gate gate, Floats a) {
   if (gate == Gate::kSilu) return a / (1.0f + exp(-a));
@@ -491,7 +559,7 @@ void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64
 
 template <class T, class Codes, class Way>
 void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& codes, const Factors& factors) {
-  constexpr int kTokens = Way::kMostTokens, kAlone = kWidth == 16 ? 1 : 2;
+  constexpr int kTokens = Way::kMostTokens;
   const PackedWeight& w = args.weight;
   const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk, units = w.padded_k / kUnit;
   Reordered<typename Way::Element> reordered;
@@ -500,23 +568,30 @@ void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& c
   for (int64_t first = 0; first < rows_of.count; first += kChunk) {
     const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
     reorder<T, Way>(args, rows_of, first, count, reordered);
-    parallel_for((w.n + 31) / 32, 2, [&](int64_t begin, int64_t end) {
-      for (int64_t band = begin; band < end; ++band) {
-        int64_t t = 0;
-        const auto x = [&] { return reordered.x.data() + t * units * Way::kOfUnit; };
-        const auto sums = [&] { return reordered.sums.data() + t * units * 4; };
-        for (; t + kTokens <= count; t += kTokens)
-          for (int64_t block = band * 2; block < band * 2 + 2; ++block) {
-            BlockSums of_block[1][kTokens];
-            for (int part = 0; part < kParts; ++part)
-              tile<Codes, Way, 1, 1, 1, kTokens>(w, codes, factors, block, part, x(), sums(), of_block);
-            store<T>(args, rows_of, block, first + t, kTokens, of_block[0]);
-          }
-        for (; t < count; ++t) {
-          BlockSums of_blocks[2][1];
-          tile<Codes, Way, 2, kParts / kAlone, kAlone, 1>(w, codes, factors, band * 2, 0, x(), sums(), of_blocks);
-          for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first + t, 1, of_blocks[r]);
+    const auto x = [&](int64_t t) { return reordered.x.data() + t * units * Way::kOfUnit; };
+    const auto sums = [&](int64_t t) { return reordered.sums.data() + t * units * 4; };
+    if (count == 1) {
+      parallel_for((w.n + 31) / 32, 2, [&](int64_t begin, int64_t end) {
+        for (int64_t band = begin; band < end; ++band) {
+          BlockSums of_blocks[2];
+          Alone<Codes, Way, kWidth == 16 ? 1 : 2>(w, codes, factors, band * 2).run(x(0), sums(0), of_blocks);
+          for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first, 1, &of_blocks[r]);
         }
+      });
+      continue;
+    }
+    parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
+      Panel<Codes, Way> panel(w);
+      for (int64_t block = begin; block < end; ++block) {
+        BlockSums of_block[kChunk];
+        for (int part = 0; part < kParts; ++part) {
+          panel.decode(codes, factors, block, part);
+          int64_t t = 0;
+          for (; t + kTokens <= count; t += kTokens)
+            panel.template multiply<kTokens>(x(t), sums(t), of_block + t, part);
+          for (; t < count; ++t) panel.template multiply<1>(x(t), sums(t), of_block + t, part);
+        }
+        store<T>(args, rows_of, block, first, static_cast<int>(count), of_block);
       }
     });
   }
