@@ -4,6 +4,10 @@
 // are stored, into a ring of its own in shared memory, some stages ahead, and waits for nobody.  So all SMs have the same number of
 // warps, whatever the shape, and nothing is handed over before the end, when the sums of segments are added.
 //
+// Of experts with up to eight pairs in a tile, in int4: a block has a tile and rows of its expert, a warp all segments of some blocks of
+// rows, one after another, so that it always has stages to ask for.  Few tokens, or an x that leaves room for one block on an SM, are
+// quicker where warps share rows (packed_gemm_sm90.cu).
+//
 // x lies in shared memory, all of it.  Four neighbours of x are what a lane's codes of a step stand for (packed_weight.h), so that
 // products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
 // a row of out has the same bits.

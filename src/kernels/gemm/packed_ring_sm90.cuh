@@ -155,13 +155,14 @@ class Tiles {
   __device__ bool begins() { return S::kWalks ? next() : true; }
   // Goes to the next one; whether there is one.
   __device__ bool next() {
-    if constexpr (!S::kWalks) return false;
-    for (; next_ < p_.row_tiles * used_; next_ += gridDim.x) {
-      p_.place(next_, used_, row, token);
-      weight = p_.weight_of(token);
-      if (weight < 0) continue;
-      next_ += gridDim.x;
-      return true;
+    if constexpr (S::kWalks) {
+      for (; next_ < p_.row_tiles * used_; next_ += gridDim.x) {
+        p_.place(next_, used_, row, token);
+        weight = p_.weight_of(token);
+        if (weight < 0) continue;
+        next_ += gridDim.x;
+        return true;
+      }
     }
     return false;
   }
