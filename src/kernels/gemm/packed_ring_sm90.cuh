@@ -56,6 +56,7 @@ struct Shape {
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
+  static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
   // Whoever waits for codes waits for factors too: one barrier tells of both.
   static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
