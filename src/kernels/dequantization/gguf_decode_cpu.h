@@ -166,7 +166,7 @@ void look_q4_k_up(const uint8_t* blocks, int64_t elements, T* to) {
   }
 }
 
-// Formats whose codes are unpacked 64 at once: what a block holds.
+// Formats whose codes are unpacked many at once: what a block holds.
 struct Unpacked {
   alignas(64) int8_t codes[256];     // less `zero`
   alignas(64) float scales[kWidth];  // of 16 elements each
@@ -181,6 +181,92 @@ inline constexpr bool kUnpacked =
 template <gguf::Type kType>
 inline constexpr bool kHasMinimums =
     kType == gguf::Type::kQ2_K || kType == gguf::Type::kQ5_K || kType == gguf::Type::kQ5_1;
+
+// Formats with code books: what an index stands for, and which elements are negative, of a piece; decode_piece says how they lie.
+template <gguf::Type kType>
+inline constexpr bool kOfTernaryBook = kType == gguf::Type::kIq1S || kType == gguf::Type::kIq1M;
+template <gguf::Type kType>
+inline constexpr bool kOfBook =
+    kOfTernaryBook<kType> || kType == gguf::Type::kIq2Xxs || kType == gguf::Type::kIq2Xs ||
+    kType == gguf::Type::kIq2S || kType == gguf::Type::kIq3Xxs || kType == gguf::Type::kIq3S;
+
+struct BookPiece {
+  uint64_t digits;  // a byte each
+  uint32_t signs;   // a bit each; of ternary ones all, where a quarter is taken off
+};
+template <gguf::Type kType>
+BookPiece book_piece(const uint8_t* block, int p) {
+  using gguf::eight_signs, gguf::kGrids, gguf::Type;
+  const gguf::Bytes<1> b{block};
+  const auto twos = [](uint32_t digits) { return _pdep_u64(digits, 0x0303030303030303u); };
+  const auto threes = [](uint32_t first, uint32_t second) {
+    return _pdep_u64(first | second << 12, 0x0707070707070707u);
+  };
+  if constexpr (kType == Type::kIq2Xxs) {
+    const uint32_t rest = b.u32(6 + 8 * (p / 4));
+    return {twos(kGrids.iq2_xxs[b.u8(2 + 8 * (p / 4) + p % 4)]), eight_signs(rest >> (7 * (p % 4)) & 127u)};
+  } else if constexpr (kType == Type::kIq2Xs) {
+    const uint32_t code = b.u16(2 + 2 * p);
+    return {twos(kGrids.iq2_xs[code & 511u]), eight_signs(code >> 9)};
+  } else if constexpr (kType == Type::kIq2S) {
+    return {twos(kGrids.iq2_s[b.u8(2 + p) | (b.u8(66 + p / 4) >> (2 * (p % 4)) & 3u) << 8]), b.u8(34 + p)};
+  } else if constexpr (kType == Type::kIq3Xxs) {
+    const uint32_t rest = b.u32(66 + 4 * (p / 4));
+    return {threes(kGrids.iq3_xxs[b.u8(2 + 2 * p)], kGrids.iq3_xxs[b.u8(3 + 2 * p)]),
+            eight_signs(rest >> (7 * (p % 4)) & 127u)};
+  } else if constexpr (kType == Type::kIq3S) {
+    const uint32_t high = b.u8(66 + p / 4) >> (2 * (p % 4));
+    return {threes(kGrids.iq3_s[b.u8(2 + 2 * p) | (high & 1u) << 8], kGrids.iq3_s[b.u8(3 + 2 * p) | (high & 2u) << 7]),
+            b.u8(74 + p)};
+  } else if constexpr (kType == Type::kIq1S) {
+    const uint32_t rest = b.u16(34 + 2 * (p / 4));
+    return {twos(kGrids.iq1[b.u8(2 + p) | (rest >> (3 * (p % 4)) & 7u) << 8]), rest >> 15 ? 255u : 0u};
+  } else {
+    const uint32_t nibble = b.u8(32 + p / 2) >> (4 * (p % 2));
+    return {twos(kGrids.iq1[b.u8(p) | (nibble & 7u) << 8]), nibble & 8u ? 255u : 0u};
+  }
+}
+// The scale of 16 elements, as it is stored.
+template <gguf::Type kType>
+int32_t book_scale(const uint8_t* block, int group) {
+  using gguf::Type;
+  const gguf::Bytes<1> b{block};
+  uint32_t scale;
+  if constexpr (kType == Type::kIq2Xxs) scale = b.u32(6 + 8 * (group / 2)) >> 28;
+  if constexpr (kType == Type::kIq2Xs) scale = b.u8(66 + group / 2) >> (4 * (group % 2)) & 15u;
+  if constexpr (kType == Type::kIq2S) scale = b.u8(74 + group / 2) >> (4 * (group % 2)) & 15u;
+  if constexpr (kType == Type::kIq3Xxs) scale = b.u32(66 + 4 * (group / 2)) >> 28;
+  if constexpr (kType == Type::kIq3S) scale = b.u8(106 + group / 4) >> (4 * (group / 2 % 2)) & 15u;
+  if constexpr (kType == Type::kIq1S) scale = b.u16(34 + 2 * (group / 2)) >> 12 & 7u;
+  if constexpr (kType == Type::kIq1M) scale = b.u16(48 + 2 * (group / 4)) >> (3 * (group % 4)) & 7u;
+  return static_cast<int32_t>(scale);
+}
+
+// All elements of a block as signed bytes (of ternary books eighths).
+template <gguf::Type kType>
+void unpack_book(const uint8_t* block, int8_t* codes) {
+  constexpr bool kTernary = kOfTernaryBook<kType>;
+  constexpr uint64_t kTable = kTernary                       ? 0x0901f9u  // 8 * digit - 7
+                              : kType == gguf::Type::kIq3Xxs ? 0x3e342c241c140c04u
+                              : kType == gguf::Type::kIq3S   ? 0x0f0d0b0907050301u
+                                                             : 0x2b1908u;
+  alignas(64) uint64_t digits[32];
+  uint8_t signs[32];
+#pragma GCC unroll 8
+  for (int p = 0; p < 32; ++p) {
+    const BookPiece piece = book_piece<kType>(block, p);
+    digits[p] = piece.digits;
+    signs[p] = static_cast<uint8_t>(piece.signs);
+  }
+  const __m512i table = _mm512_set1_epi64(static_cast<long long>(kTable)), zero = _mm512_setzero_si512();
+  for (int part = 0; part < 4; ++part) {
+    const __m512i found = _mm512_shuffle_epi8(table, load_raw<__m512i>(digits + 8 * part));
+    const auto negative = load_raw<uint64_t>(signs + 8 * part);
+    const __m512i some = kTernary ? _mm512_mask_sub_epi8(found, negative, found, _mm512_set1_epi8(2))
+                                  : _mm512_mask_sub_epi8(found, negative, zero, found);
+    __builtin_memcpy(codes + 64 * part, &some, sizeof some);
+  }
+}
 
 // 32 bytes twice, of the first and of the second the bits from these on, as many as the mask has.
 inline __m512i bits_of_both(const uint8_t* from, int first, int second, char mask) {
@@ -221,6 +307,10 @@ bool unpack(const uint8_t* block, Unpacked& to) {
   constexpr int kScale = kType == Type::kQ2_K ? 80 : kType == Type::kQ3_K ? 108 : kType == Type::kQ6_K ? 208 : 0;
   f16 given[2];
   __builtin_memcpy(given, block + kScale, kHasMinimums<kType> ? 4 : 2);
+  if constexpr (kType == Type::kIq1M) {  // its four nibbles are the upper ones of the scales
+    const auto words = load_raw<uint64_t>(block + 48);
+    given[0] = __builtin_bit_cast(f16, static_cast<uint16_t>(_pext_u64(words, 0xf000f000f000f000u)));
+  }
   const float scale = to_float(given[0]), minimum = kHasMinimums<kType> ? to_float(given[1]) : 0.0f;
   if (!(std::fabs(scale) < INFINITY && std::fabs(minimum) < INFINITY)) return false;
   if constexpr (kElements == 32) {
@@ -238,6 +328,13 @@ bool unpack(const uint8_t* block, Unpacked& to) {
     __builtin_memcpy(to.codes, &codes, sizeof codes);
     to.scales[0] = to.scales[1] = scale;
     to.minimums[0] = to.minimums[1] = -minimum;
+  } else if constexpr (kOfBook<kType>) {
+    unpack_book<kType>(block, to.codes);
+    alignas(64) int32_t stored[kWidth];
+#pragma GCC unroll 16
+    for (int group = 0; group < kWidth; ++group) stored[group] = book_scale<kType>(block, group);
+    constexpr float kFactor = kType == Type::kIq3S ? 2.0f : kType == Type::kIq3Xxs ? 0.5f : 0.25f;
+    store(to.scales, (converted(load_raw<Integers>(stored)) + 0.5f) * scale * kFactor);
   } else {
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
@@ -313,7 +410,7 @@ DecodeTo<T> quick_decoder_of([[maybe_unused]] pykv::gguf::Type type) {
   gguf::dispatch_type(type, [&]<gguf::Type kType>() {
     if constexpr (kFourBitsBegin<kType> != 0) decode = look_blocks_up<T, kType>;
     if constexpr (kType == gguf::Type::kQ4_K) decode = look_q4_k_up<T>;
-    if constexpr (kUnpacked<kType>) decode = decode_unpacked<T, kType>;
+    if constexpr (kUnpacked<kType> || kOfBook<kType>) decode = decode_unpacked<T, kType>;
   });
 #endif
   return decode;
