@@ -5,6 +5,7 @@
 
 #include "cpu/simd.h"
 #include "dequantization/gguf_pieces.h"
+#include "dequantization/rounded_pairs_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -90,30 +91,6 @@ void look_blocks_up(const uint8_t* blocks, int64_t elements, T* to) {
     }
 }
 
-// High halves of 32 floats, rounded to nearest even; of finite ones.
-inline __m512i rounded_to_bf16(Floats a, Floats b) {
-  const auto rounded = [](Floats v) {
-    const Words bits = __builtin_bit_cast(Words, v);
-    return __builtin_bit_cast(__m512i, bits + (bits >> 16 & 1u) + 0x7fffu);
-  };
-  alignas(64) static constexpr uint16_t kHigh[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                                   33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  return _mm512_permutex2var_epi16(rounded(a), load_raw<__m512i>(kHigh), rounded(b));
-}
-inline __m512i rounded_to_f16(Floats a, Floats b) {
-  const auto rounded = [](Floats v) {
-    return _mm512_maskz_broadcast_i64x4(
-        0xff, _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  };
-  return _mm512_mask_blend_epi64(0xf0, rounded(a), rounded(b));
-}
-
-template <class T>
-__m512i rounded(Floats a, Floats b) {
-  if constexpr (std::is_same_v<T, bf16>) return rounded_to_bf16(a, b);
-  return rounded_to_f16(a, b);
-}
-
 // Scales of the eight groups of Q4_K and Q5_K, and minimums behind them: decode_piece says how they lie.
 inline Floats six_bit_scales(const uint32_t (&words)[3]) {
   const __m128i bytes = _mm_setr_epi32(static_cast<int>(words[0] & 0x3f3f3f3fu),
@@ -156,7 +133,7 @@ void look_q4_k_up(const uint8_t* blocks, int64_t elements, T* to) {
         }
         continue;
       }
-      const __m512i values = rounded<T>(first, second);
+      const __m512i values = rounded_pair<T>(first, second);
       const __m512i bytes = _mm512_cvtepu8_epi16(load_raw<__m256i>(blocks + 16 + 32 * pair));
       const __m512i low = _mm512_and_si512(bytes, _mm512_set1_epi16(15)),
                     high = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi16(16));
@@ -389,12 +366,7 @@ void decode_unpacked(const uint8_t* blocks, int64_t elements, T* to) {
     };
     for (int i = 0; i < kSize.elements / 16; i += 2, to += 32) {
       const Floats first = sixteen(i), second = sixteen(i + 1);
-      if constexpr (sizeof(T) == 4) {
-        store(to, first);
-        store(to + kWidth, second);
-      } else {
-        _mm512_storeu_si512(to, rounded<T>(first, second));
-      }
+      store_pair(to, first, second);
     }
   }
 }
