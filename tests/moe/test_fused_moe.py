@@ -178,6 +178,42 @@ def test_packed(array, dtype, name, tokens):
     compare(out, *reference.experts(x, w1, w2, weights, ids, w1_bias=bias))
 
 
+@dtypes
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "group", "k"),
+    [(512, 256, 128, 2), (504, 400, 32, 3), (272, 272, 64, 8), (512, 512, 256, 5), (256, 256, 128, 32)],
+)
+def test_few_pairs(array, dtype, zeros, hidden, inner, group, k):
+    """Their own kernels on Hopper give a token the bits that it has among many, whatever its ids, biases and weights are."""
+    experts, tokens, many = 24, 64 // k, 70
+    made = [
+        [integers(*shape, group_size=group, zeros=zeros, seed=seed) for seed in range(2)]
+        for shape in ((2 * inner, hidden), (hidden, inner))
+    ]
+    (first, w1), (second, w2) = (
+        (stack_packed([of[e % 2][0] for e in range(experts)]), np.stack([of[e % 2][1] for e in range(experts)]))
+        for of in made
+    )
+    x = normal(0, many, hidden, dtype=dtype, size=1 / (np.std(w1) * hidden**0.5))
+    weights, ids = routed(many, k, experts + 9)
+    ids[::3, 0] = -1
+    expert_map = np.append(random(5).permutation(experts), np.full(9, -1)).astype(np.int32)
+    options: dict[str, Any] = {
+        "expert_map": expert_map,
+        "w1_bias": normal(5, experts, 2 * inner, dtype=dtype),
+        "w2_bias": normal(6, experts, hidden, dtype=dtype),
+        "apply_router_weight_on_input": zeros,
+    }
+    formats = {"w1_format": first.format, "w2_format": second.format}
+    whole = run(array, x, first.data, second.data, weights, ids, **formats, **options)
+    for some in (slice(0, 1), slice(1, 1 + tokens)):
+        part = run(array, x[some], first.data, second.data, weights[some], ids[some], **formats, **options)
+        np.testing.assert_array_equal(part.view("u2"), whole[some].view("u2"))
+    options["on_input"] = options.pop("apply_router_weight_on_input")
+    compare(part, *reference.experts(x[some], w1, w2, weights[some], ids[some], **options))
+
+
 def act_order(seed: int) -> Weight:
     return gptq(40, 256, 4, group_of=random(seed).permutation(256) // 64, seed=seed)
 
