@@ -23,8 +23,9 @@ namespace few_pairs {
 
 constexpr int kColumns = 128, kAtOnce = 4;  // of a stage; stages that are loaded at once
 constexpr int kRows = 16;                   // of a weight, of a warp
-constexpr int kSecondWarps = 16;
-constexpr int64_t kMostPairs = 64, kMostChoices = 32;
+constexpr int kMostWarps = 16;              // of the second kernel
+constexpr int64_t kMostChoices = 32;        // of a token
+constexpr int64_t kExpertsOfPair = 8;  // at least, with several tokens: otherwise too many have an expert in common
 constexpr int64_t kMostShared = 200 << 10;
 
 // One of the two weights.
@@ -49,7 +50,7 @@ struct Plan {
   const float *factors, *weights;  // of pairs, on the way in or out; null: 1
   int64_t x_stride, out_stride, factors_token_stride, factors_stride, weights_token_stride, weights_stride;
   int64_t inner;
-  int top_k, parts;  // of the columns of w2: warps of a pair
+  int top_k, warps, parts;  // warps of a block of the second kernel; of a pair: parts of the columns of w2
   Reporter report_ids, report_map;
 };
 
@@ -221,7 +222,8 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
   __shared__ float sums[2][4][kRows];
   const Weight& w = p.first;
   const int is_up = threadIdx.x / 32 % 2, segment = threadIdx.x / 64, pair = blockIdx.y;
-  const int token = pair / p.top_k, choice = pair - token * p.top_k, begin = w.begin(segment), end = w.begin(segment + 1);
+  const int token = pair / p.top_k, choice = pair - token * p.top_k, begin = w.begin(segment),
+            end = w.begin(segment + 1);
   const int row_block = static_cast<int>(blockIdx.x + is_up * (p.inner / kRows));
   begin_dependent();
   const int32_t expert = expert_of(p, token, choice, blockIdx.x == 0 && threadIdx.x == 0);
@@ -252,14 +254,14 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
 
 // A block has 16 columns of a token's row of out: warps have a pair each, and a part of the columns.
 template <class T, bool kSubtracts>
-__global__ void __launch_bounds__(kSecondWarps * 32, 1) second_kernel(const __grid_constant__ Plan p) {
+__global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 activated[];
   __shared__ float sums[kMostChoices][4][kRows];
   __shared__ T results[kMostChoices][kRows];
   __shared__ int32_t experts[kMostChoices];
   const Weight& w = p.second;
-  const int row_block = blockIdx.x, warp = threadIdx.x / 32, choices = kSecondWarps / p.parts, part = warp % p.parts;
+  const int row_block = blockIdx.x, warp = threadIdx.x / 32, choices = p.warps / p.parts, part = warp % p.parts;
   const int64_t token = blockIdx.y;
   const int each = w.segments / p.parts, begin = w.begin(part * each), end = w.begin((part + 1) * each);
   // The kernel before has waited for ids, and has not written them.
@@ -273,8 +275,8 @@ __global__ void __launch_bounds__(kSecondWarps * 32, 1) second_kernel(const __gr
     if (expert >= 0) rows.load(begin, end);
     if (waits) {
       begin_dependent();
-      copy_rows<T>(activated, static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.inner, p.inner, w.stages,
-                   p.top_k);
+      copy_rows<T>(activated, static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.inner, p.inner,
+                   w.stages, p.top_k);
       __syncthreads();
       waits = false;
     }
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(kSecondWarps * 32, 1) second_kernel(const __gr
     expert = choice < p.top_k ? experts[choice] : -1;
   } while (choice < p.top_k);
   __syncthreads();
-  for (int i = threadIdx.x; i < p.top_k * kRows; i += kSecondWarps * 32) {
+  for (int i = threadIdx.x; i < p.top_k * kRows; i += p.warps * 32) {
     const int of = i / kRows;
     if (experts[of] >= 0) results[of][i % kRows] = result<T>(w, sums[of][0] + i % kRows, experts[of], n, 1.0f);
   }
@@ -340,9 +342,8 @@ void launch_kernels(const Plan& p, const FusedMoeArgs& args, const Launch& launc
   launch_dependent_shared(first_kernel<T, kSubtracts>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
                           dim3(64 * static_cast<unsigned>(p.first.segments)), x_bytes, launch, "fused_moe", p);
   const size_t rows_bytes = static_cast<size_t>(p.second.stages) * kColumns * 2 * p.top_k;
-  launch_dependent_shared(second_kernel<T, kSubtracts>,
-                          dim3(static_cast<unsigned>(args.sum.width / kRows), tokens), dim3(kSecondWarps * 32),
-                          rows_bytes, launch, "fused_moe", p);
+  launch_dependent_shared(second_kernel<T, kSubtracts>, dim3(static_cast<unsigned>(args.sum.width / kRows), tokens),
+                          dim3(static_cast<unsigned>(p.warps) * 32), rows_bytes, launch, "fused_moe", p);
 }
 
 }  // namespace few_pairs
@@ -351,8 +352,9 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   using namespace few_pairs;
   const SortPairsArgs& sort = args.sort;
   const PackedGemmArgs &first = args.first.packed, &second = args.second.packed;
-  if (sort.num_pairs > kMostPairs || sort.top_k > kMostChoices || !args.first.is_packed || !args.second.is_packed ||
-      args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
+  const bool are_few = sort.num_tokens == 1 || sort.num_pairs * kExpertsOfPair <= sort.num_experts;
+  if (!are_few || sort.num_pairs > 65535 || sort.top_k > kMostChoices || !args.first.is_packed ||
+      !args.second.is_packed || args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
       first.weight.minima_kind != second.weight.minima_kind || !has_warpgroups(launch.device) ||
       !is_aligned(16, first.x, {sort.num_tokens > 1 ? first.x_stride * 2 : 0}))
     return false;
@@ -377,7 +379,8 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   p.weights_stride = args.sum.weights_stride;
   p.top_k = static_cast<int>(sort.top_k);
   p.parts = p.second.segments;
-  while (p.parts > 1 && p.parts * p.top_k > kSecondWarps) p.parts /= 2;
+  p.warps = sort.num_tokens == 1 ? kMostWarps : kMostWarps / 2;  // two blocks of an SM
+  while (p.parts > 1 && p.parts * p.top_k > p.warps) p.parts /= 2;
   p.report_ids = launch.reporter(sort.report_ids);
   p.report_map = launch.reporter(sort.report_map);
   bool was_launched = false;
