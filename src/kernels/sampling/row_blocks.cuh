@@ -31,7 +31,7 @@ struct RowSlice {
     width = each * kSize;
     first_vector = rank * width - shift;
     begin = max(first_vector, 0);
-    end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
+    end = max(begin, static_cast<int>(min(int64_t{rank + 1} * width - shift, int64_t{size})));
   }
 
   // Brings what each thread reads first into L2.
