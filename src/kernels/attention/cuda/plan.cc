@@ -130,24 +130,34 @@ bool Planner::prefill(const Request& r, bool mixed) {
   return true;
 }
 
-// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by verify, which is bound by reading.  The device
-// finds which sequences are which, and what part of its SMs prefill should have.
+// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by clusters in small calls, or by the line of
+// verify, which is bound by reading.  The device finds which sequences are which, and what part of its SMs prefill should have.
 bool Planner::mixed(const Request& r) {
   constexpr int kFewRows = 16;
   constexpr int kLineBlocks = 4;         // for each SM: many and short, for they take the SMs that prefill leaves
-  constexpr int64_t kFewKeys = 1 << 17;  // of all heads; small calls are over sooner one after the other
-  const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
-  if (!suits || r.heads() * r.max_seq_len < kFewKeys) return false;
+  constexpr int64_t kFewKeys = 1 << 17;  // of all heads, in a small call
   Request prompts = r, few = r;
   prompts.min_rows = few.max_rows = kFewRows;
-  if (!prefill(prompts, true)) return false;
-  verify(few, RowClass::kFew);
-  Step* steps = &plan_.steps[plan_.count - 2];
-  steps[1].mixed = true;
-  steps[1].grid = grid_of(kLineBlocks);
-  steps[1].pieces_at =
-      workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
-  combine(few);
+  few.beside_prompts = true;
+  const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
+  if (!suits || !prefill(prompts, true)) return false;
+  const int first = plan_.count;
+  const bool is_small = r.heads() * r.max_seq_len < kFewKeys;
+  if (is_small && !tokens_clusters(few, rounded(r.a.head_size), r.a.head_size <= 64 ? 16 : 8)) {
+    plan_.count = 0;
+    return false;
+  }
+  if (!is_small) {
+    verify(few, RowClass::kFew);
+    plan_.steps[first].grid = grid_of(kLineBlocks);
+    combine(few);
+  }
+  const Step& of_prompts = plan_.steps[first - 1];
+  Step& of_few = plan_.steps[first];
+  of_few.mixed = true;
+  of_few.early_blocks = 0;
+  of_few.pieces_at =
+      workspace_places(of_prompts.grid, of_prompts.line.rows, of_prompts.line.pitch, false).end + kCountsBytes;
   return true;
 }
 
