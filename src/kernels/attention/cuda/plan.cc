@@ -130,32 +130,31 @@ bool Planner::prefill(const Request& r, bool mixed) {
   return true;
 }
 
-// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by clusters in small calls, or by the line of
-// verify, which is bound by reading.  The device finds which sequences are which, and what part of its SMs prefill should have.
+// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by a kernel that is bound by reading: the line of
+// verify or, where no sequence is long, four warps for each KV head of a sequence, whose keys nothing cuts.  The device finds which
+// sequences are which, and what part of its SMs prefill should have.
 bool Planner::mixed(const Request& r) {
   constexpr int kFewRows = 16;
-  constexpr int kLineBlocks = 4;         // for each SM: many and short, for they take the SMs that prefill leaves
-  constexpr int64_t kFewKeys = 1 << 17;  // of all heads, in a small call
+  constexpr int kLineBlocks = 4;            // for each SM: many and short, for they take the SMs that prefill leaves
+  constexpr int64_t kFewKeys = 1 << 17;     // of all heads; small calls are over sooner one after the other
+  constexpr int64_t kShortSequence = 4096;  // that a block of four warps takes in some 30 us
+  if (r.a.batch_invariant || r.a.head_size > 128 || !may_verify(r, RowClass::kFew)) return false;
   Request prompts = r, few = r;
   prompts.min_rows = few.max_rows = kFewRows;
-  few.beside_prompts = true;
-  const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
-  if (!suits || !prefill(prompts, true)) return false;
-  const int first = plan_.count;
-  const bool is_small = r.heads() * r.max_seq_len < kFewKeys;
-  if (is_small && !tokens_clusters(few, rounded(r.a.head_size), r.a.head_size <= 64 ? 16 : 8)) {
-    plan_.count = 0;
-    return false;
-  }
-  if (!is_small) {
+  const ClusterSizes sizes = cluster_sizes(r.kind, rounded(r.a.head_size), kFewRows, false, false, true);
+  const bool is_short = r.max_seq_len <= kShortSequence && suits_loader(r, sizes, false, false);
+  if ((!is_short && r.heads() * r.max_seq_len < kFewKeys) || !prefill(prompts, true)) return false;
+  const Step& of_prompts = plan_.steps[plan_.count - 1];
+  Step& of_few = plan_.steps[plan_.count];
+  few.set_rows(kFewRows);
+  if (is_short && clusters(few, sizes, {1, sizes.warps / 2})) {
+    of_few.early_blocks = 0;  // it does not wait
+  } else {
     verify(few, RowClass::kFew);
-    plan_.steps[first].grid = grid_of(kLineBlocks);
+    of_few.grid = grid_of(kLineBlocks);
     combine(few);
   }
-  const Step& of_prompts = plan_.steps[first - 1];
-  Step& of_few = plan_.steps[first];
   of_few.mixed = true;
-  of_few.early_blocks = 0;
   of_few.pieces_at =
       workspace_places(of_prompts.grid, of_prompts.line.rows, of_prompts.line.pitch, false).end + kCountsBytes;
   return true;

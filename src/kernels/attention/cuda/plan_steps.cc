@@ -272,12 +272,11 @@ Clusters Planner::tokens_size(Request& r, const ClusterSizes& s) const {
   // Of queries: more take longer than the line, unless that widens elements for few rows at a time.
   const int64_t most_tiles = s.narrow() ? 4 : s.head_size > 128 ? 2 : 1;
   // A guess: all have as many tokens.  One that had far more would keep its cluster busy when the others had finished.
-  const bool are_alike = r.are_alike() || r.beside_prompts;
-  if (!are_alike || !suits_loader(r, s, false, s.by_token) || r.a.batch_invariant || r.sparse || r.min_rows > 0)
+  if (!r.are_alike() || !suits_loader(r, s, false, s.by_token) || r.a.batch_invariant || r.sparse || r.min_rows > 0)
     return kNone;
   r.set_rows(s.columns);
   r.tile_tokens = static_cast<int>(std::min<int64_t>(r.tile_tokens, r.tokens()));
-  const int64_t tiles = (r.beside_prompts ? 1 : ceil_div(r.tokens(), r.tile_tokens)) * r.head_tiles;
+  const int64_t tiles = ceil_div(r.tokens(), r.tile_tokens) * r.head_tiles;
   if (tiles > most_tiles || (tiles > 1 && most_keys(r, s.tile()) > kMostOfFew)) return kNone;
   // Clusters beside each other read the same keys at about the same time, so that only one reads them from memory.
   r.ways = static_cast<int>(tiles);

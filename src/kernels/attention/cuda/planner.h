@@ -33,7 +33,6 @@ struct Request {
   int group, window;
   bool sparse, folded;
   int min_rows = 0, max_rows = kAnyRows;
-  bool beside_prompts = false;  // that another launch takes; of these most have one token
   Lengths lengths = Lengths::kAny;
   int ways = 1;
   int query_rows = 0, tile_heads = 0, tile_tokens = 0, head_tiles = 0;  // where queries are taken in tiles

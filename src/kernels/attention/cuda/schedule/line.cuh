@@ -199,12 +199,8 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
       blocks = p.by_heads.quotient(all_blocks);
       heads = 1;
     }
-    if (alike > 0) {
-      int whole = blocks_of_whole(alike * heads, blocks);
-      if (whole == 0 && p.mixed) whole = blocks_of_whole(alike * heads, blocks / 2);  // as many as run at once
-      if (whole > 0) blocks = whole;
-    }
-    at.shares = Shares(units * heads, blocks);
+    const int whole = blocks_of_whole(alike * heads, blocks);
+    at.shares = Shares(units * heads, whole > 0 ? whole : blocks);
     at.shares.lines = lines;
     at.shares.line = line;
     begin = at.shares.begin(at.block);
