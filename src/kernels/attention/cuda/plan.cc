@@ -112,7 +112,7 @@ bool Planner::rows(const Request& r, RowClass rows) {
 
 // ---- prompts --------------------------------------------------------------------------------------------------------
 
-// Prefill on Hopper.  mixed: another kernel is to come that runs at the same time, and then what adds up what both leave.
+// Prefill on Hopper.  mixed: another kernel is to come that runs at the same time, and ends after it.
 bool Planner::prefill(const Request& r, bool mixed) {
   const PagedAttentionArgs& a = r.a;
   const bool exact = a.batch_invariant, plain = a.softcap == 0 && a.alibi_slopes == nullptr && a.scale > 0;

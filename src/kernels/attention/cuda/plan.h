@@ -131,7 +131,7 @@ struct Step {
   int min_rows, max_rows;
   Lengths lengths;
   Balance balance;
-  // Prefill, the line after it, which takes the sequences of few rows at the same time, or what adds up and waits for both.
+  // Prefill, or the kernel after it, which takes the sequences of few rows at the same time.
   bool mixed;
   int64_t pieces_at;  // bytes of the workspace in front of what a line leaves
   int kv_tile;        // tokens, or none
