@@ -13,19 +13,16 @@
 
 #include "cuda/dependent_shared.cuh"
 #include "cuda/silu.cuh"
-#include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm_few_sm90.h"
+#include "moe/few_pairs.cuh"
 #include "moe/few_pairs.h"
 
 namespace pykv {
 namespace few_pairs {
 
 constexpr int kColumns = 128, kAtOnce = 4;  // of a stage; stages that are loaded at once
-constexpr int kRows = 16;                   // of a weight, of a warp
 constexpr int kMostWarps = 16;              // of the second kernel
-constexpr int64_t kMostChoices = 32;        // of a token
-constexpr int64_t kExpertsOfPair = 8;  // at least, with several tokens: otherwise too many have an expert in common
 constexpr int64_t kMostShared = 200 << 10;
 
 // One of the two weights.
@@ -42,30 +39,17 @@ struct Weight {
 
 struct Plan {
   Weight first, second;
-  PairIds ids;
-  Index expert_map;
-  int64_t num_experts, num_listed;
+  Experts experts;
+  SumRowsArgs sum;
   const void* x;
-  void *activated, *out;
-  const float *factors, *weights;  // of pairs, on the way in or out; null: 1
-  int64_t x_stride, out_stride, factors_token_stride, factors_stride, weights_token_stride, weights_stride;
+  void* activated;
+  const float* factors;  // of pairs, for the first product; null: 1
+  int64_t x_stride, factors_token_stride, factors_stride;
   int64_t inner;
   int top_k, warps, parts;  // warps of a block of the second kernel; of a pair: parts of the columns of w2
-  Reporter report_ids, report_map;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-// Negative: the pair has none.
-__device__ inline int32_t expert_of(const Plan& p, int64_t token, int64_t choice, bool reports) {
-  const int64_t id = p.ids.at(token, choice);
-  if (id >= p.num_experts && reports) p.report_ids(id, p.num_experts);
-  if (id < 0 || id >= p.num_experts) return -1;
-  if (!p.expert_map.data) return static_cast<int32_t>(id);
-  const int64_t listed = p.expert_map[id];
-  if (listed >= p.num_listed && reports) p.report_map(listed, p.num_listed);
-  return listed >= 0 && listed < p.num_listed ? static_cast<int32_t>(listed) : -1;
-}
 
 __device__ inline uint4 load_codes(const uint8_t* from) {
   uint4 v;
@@ -226,7 +210,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
             end = w.begin(segment + 1);
   const int row_block = static_cast<int>(blockIdx.x + is_up * (p.inner / kRows));
   begin_dependent();
-  const int32_t expert = expert_of(p, token, choice, blockIdx.x == 0 && threadIdx.x == 0);
+  const int32_t expert = p.experts(token, choice, blockIdx.x == 0 && threadIdx.x == 0);
   if (expert < 0) return;
   Rows<T, kSubtracts> rows(w, expert, row_block);
   rows.load(begin, end);
@@ -265,10 +249,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
   const int64_t token = blockIdx.y;
   const int each = w.segments / p.parts, begin = w.begin(part * each), end = w.begin((part + 1) * each);
   // The kernel before has waited for ids, and has not written them.
-  if (threadIdx.x < p.top_k) experts[threadIdx.x] = expert_of(p, token, threadIdx.x, false);
+  if (threadIdx.x < p.top_k) experts[threadIdx.x] = p.experts(token, threadIdx.x, false);
   const int64_t n = int64_t{row_block} * kRows + threadIdx.x % kRows;
   int choice = warp / p.parts;
-  int32_t expert = choice < p.top_k ? expert_of(p, token, choice, false) : -1;
+  int32_t expert = choice < p.top_k ? p.experts(token, choice, false) : -1;
   bool waits = true;
   do {
     Rows<T, kSubtracts> rows(w, max(expert, 0), row_block);
@@ -307,12 +291,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
   }
   __syncthreads();
   if (threadIdx.x >= kRows) return;
-  float sum = 0;
-  for (int i = 0; i < p.top_k; ++i) {
-    const float weight = p.weights ? p.weights[token * p.weights_token_stride + i * p.weights_stride] : 1.0f;
-    if (experts[i] >= 0) sum = fmaf(to_float(results[i][threadIdx.x]), weight, sum);
-  }
-  static_cast<T*>(p.out)[token * p.out_stride + n] = from_float<T>(sum);
+  write_sum<T>(p.sum, results, experts, token, n);
 #endif
 }
 
@@ -352,37 +331,27 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   using namespace few_pairs;
   const SortPairsArgs& sort = args.sort;
   const PackedGemmArgs &first = args.first.packed, &second = args.second.packed;
-  const bool are_few = sort.num_tokens == 1 || sort.num_pairs * kExpertsOfPair <= sort.num_experts;
-  if (!are_few || sort.num_pairs > 65535 || sort.top_k > kMostChoices || !args.first.is_packed ||
-      !args.second.is_packed || args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
+  if (!are_few(sort) || !args.first.is_packed || !args.second.is_packed ||
+      args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
       first.weight.minima_kind != second.weight.minima_kind || !has_warpgroups(launch.device) ||
       !is_aligned(16, first.x, {sort.num_tokens > 1 ? first.x_stride * 2 : 0}))
     return false;
   Plan p{};
   if (!make_weight(p.first, first, launch) || !make_weight(p.second, second, launch)) return false;
   if (std::max<int64_t>(p.first.stages, p.second.stages * sort.top_k) * kColumns * 2 > kMostShared) return false;
-  p.ids = sort.ids;
-  p.expert_map = sort.expert_map;
-  p.num_experts = sort.num_experts;
-  p.num_listed = sort.num_listed;
+  p.experts = Experts(sort, launch);
+  p.sum = args.sum;
   p.x = first.x;
   p.x_stride = first.x_stride;
   p.activated = args.gated.result;
   p.inner = args.gated.width;
-  p.out = args.sum.out;
-  p.out_stride = args.sum.out_stride;
   p.factors = first.map.factors;
   p.factors_token_stride = first.map.factors_token_stride;
   p.factors_stride = first.map.factors_stride;
-  p.weights = args.sum.weights;
-  p.weights_token_stride = args.sum.weights_token_stride;
-  p.weights_stride = args.sum.weights_stride;
   p.top_k = static_cast<int>(sort.top_k);
   p.parts = p.second.segments;
   p.warps = sort.num_tokens == 1 ? kMostWarps : kMostWarps / 2;  // two blocks of an SM
   while (p.parts > 1 && p.parts * p.top_k > p.warps) p.parts /= 2;
-  p.report_ids = launch.reporter(sort.report_ids);
-  p.report_map = launch.reporter(sort.report_map);
   bool was_launched = false;
   dispatch<half, bf16>(first.dtype, [&]<class T>() {
     const MinimumKind minima = first.weight.minima_kind;
