@@ -45,16 +45,27 @@ struct Experts {
   }
 };
 
-// Writes kRows columns of a token's row of out, by as many threads: the sum of its pairs' rows, as sum_rows.cu has it.
-template <class T>
-__device__ void write_sum(const SumRowsArgs& a, const T (*rows)[kRows], const int32_t* experts, int64_t token,
-                          int64_t column) {
-  float sum = 0;
-  for (int i = 0; i < a.top_k; ++i) {
-    const float weight = a.weights ? a.weights[token * a.weights_token_stride + i * a.weights_stride] : 1.0f;
-    if (experts[i] >= 0) sum = fmaf(to_float(rows[i][threadIdx.x]), weight, sum);
+// A token's, in shared memory.
+struct Choices {
+  int32_t experts[kMostChoices];  // negative: none
+  float weights[kMostChoices];
+
+  // By as many threads as there are.
+  __device__ void load(const Experts& of, const SumRowsArgs& a, int64_t token) {
+    const int64_t i = threadIdx.x;
+    if (i >= a.top_k) return;
+    experts[i] = of(token, i, false);
+    weights[i] = a.weights ? a.weights[token * a.weights_token_stride + i * a.weights_stride] : 1.0f;
   }
-  static_cast<T*>(a.out)[token * a.out_stride + column] = from_float<T>(sum);
-}
+
+  // Writes kRows columns of the token's row of out, by as many threads: the sum of its pairs' rows, as sum_rows.cu has it.
+  template <class T>
+  __device__ void write_sum(const SumRowsArgs& a, const T (*rows)[kRows], int64_t token, int64_t column) const {
+    float sum = 0;
+    for (int i = 0; i < a.top_k; ++i)
+      if (experts[i] >= 0) sum = fmaf(to_float(rows[i][threadIdx.x]), weights[i], sum);
+    static_cast<T*>(a.out)[token * a.out_stride + column] = from_float<T>(sum);
+  }
+};
 
 }  // namespace pykv::few_pairs

@@ -43,44 +43,66 @@ constexpr int codes_bytes(int blocks) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// Codes of whole blocks, which lie one behind another, to shared memory, eight elements a lane, 16 lanes a block; and their scales.  All
-// threads of whole warps.  codes(block): where its row's begin, and which block of the row it is; 0: it is not wanted.
-template <class T, class Place>
-__device__ void encode(const ScaleRule& rule, const T* from, int blocks, float* scales, float factor, int threads,
-                       Place&& codes) {
-  constexpr int kAhead = 2;  // loads under way
+// Makes codes of whole blocks, which lie one behind another, in shared memory, by all threads of a block: eight elements a lane, 16
+// lanes a block.
+template <class T, int kThreads>
+class Encoder {
+  static constexpr int kAhead = 2;  // loads under way
+
+ public:
+  __device__ Encoder(const T* from, int blocks) : from_(from), blocks_(blocks) { load(threadIdx.x); }
+
+  // codes(block, of_row): where its row's begin, and which block of the row it is; 0: it is not wanted.
+  template <class Place>
+  __device__ void run(const ScaleRule& rule, float* scales, float factor, Place&& codes) {
 #pragma unroll 1
-  for (int first = threadIdx.x; first / 32 * 32 < blocks * 16; first += kAhead * threads) {
-    Pack<T> loaded[kAhead] = {};
+    for (int first = threadIdx.x; first / 32 * 32 < blocks_ * 16;) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (first + i * threads < blocks * 16) loaded[i] = load_vec_in_order<Pack<T>>(from + (first + i * threads) * 8);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int n = first + i * threads, block = n / 16, lane = n % 16;
-      const Pack<T> y[1] = {loaded[i]};
-      const auto largest = [](uint32_t most) {
-#pragma unroll
-        for (int bit = 1; bit < 16; bit *= 2) most = max(most, __shfl_xor_sync(~0u, most, bit));
-        return most;
-      };
-      uint32_t most = largest(largest_bits(y));
-      const bool any_odd = __any_sync(~0u, most >= kInfinity);
-      if (any_odd) most = largest(__float_as_uint(largest_of(y)));  // passes NaN over
-      const GroupScale scale = rule(__uint_as_float(most), INFINITY, 1.0f);
-      const auto eight = any_odd ? codes_times(QuantCode::kE4M3, y[0], scale.factor, !(scale.factor > 0.0f))
-                                 : codes_inside<QuantCode::kE4M3>(y[0], scale.factor);
-      if (block >= blocks) continue;
-      int of_row = 0;
-      const uint32_t row = codes(block, of_row);
-      if (row == 0) continue;
-      const int line = of_row % 8;
-      const uint32_t to = row + of_row / 8 * 1024 + line * kBlock + ((lane / 2 ^ line) << 4) + lane % 2 * 8;
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(eight.words[0]), "r"(eight.words[1]) : "memory");
-      if (lane == 0) scales[block] = __uint_as_float(scale.stored) * factor;
+      for (int i = 0; i < kAhead; ++i) encode(loaded_[i], first + i * kThreads, rule, scales, factor, codes);
+      first += kAhead * kThreads;
+      load(first);
     }
   }
-}
+
+ private:
+  __device__ void load(int first) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int n = first + i * kThreads;
+      if (n < blocks_ * 16) loaded_[i] = load_vec_in_order<Pack<T>>(from_ + n * 8);
+    }
+  }
+
+  template <class Place>
+  __device__ void encode(const Pack<T>& loaded, int n, const ScaleRule& rule, float* scales, float factor,
+                         Place& codes) const {
+    const int block = n / 16, lane = n % 16;
+    const Pack<T> y[1] = {loaded};
+    const auto largest = [](uint32_t most) {
+#pragma unroll
+      for (int bit = 1; bit < 16; bit *= 2) most = max(most, __shfl_xor_sync(~0u, most, bit));
+      return most;
+    };
+    uint32_t most = largest(largest_bits(y));
+    const bool any_odd = __any_sync(~0u, most >= kInfinity);
+    if (any_odd) most = largest(__float_as_uint(largest_of(y)));  // passes NaN over
+    const GroupScale scale = rule(__uint_as_float(most), INFINITY, 1.0f);
+    const auto eight = any_odd ? codes_times(QuantCode::kE4M3, y[0], scale.factor, !(scale.factor > 0.0f))
+                               : codes_inside<QuantCode::kE4M3>(y[0], scale.factor);
+    if (block >= blocks_) return;
+    int of_row = 0;
+    const uint32_t row = codes(block, of_row);
+    if (row == 0) return;
+    const int line = of_row % 8;
+    const uint32_t to = row + of_row / 8 * 1024 + line * kBlock + ((lane / 2 ^ line) << 4) + lane % 2 * 8;
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(eight.words[0]), "r"(eight.words[1]) : "memory");
+    if (lane == 0) scales[block] = __uint_as_float(scale.stored) * factor;
+  }
+
+  const T* const from_;
+  const int blocks_;
+  Pack<T> loaded_[kAhead] = {};
+};
 
 // Where the scales of a row of the weight begin.
 __device__ inline const float* scales_of(const ScaledMmArgs& a, int32_t expert, int64_t n) {
@@ -136,6 +158,8 @@ __global__ void __launch_bounds__(128, 3) first_w8a8_kernel(const __grid_constan
   const int pair = blockIdx.y, token = pair / p.top_k, choice = pair - token * p.top_k;
   const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;  // and the up that belongs to it
   begin_dependent();
+  Encoder<T, 128> encoder(static_cast<const T*>(p.x) + token * p.x_stride, blocks);
+  const float factor = p.factors ? p.factors[token * p.factors_token_stride + choice * p.factors_stride] : 1.0f;
   const int32_t expert = p.experts(token, choice, blockIdx.x == 0 && threadIdx.x == 0);
   if (expert < 0) return;
   const uint8_t* const gate =
@@ -152,18 +176,17 @@ __global__ void __launch_bounds__(128, 3) first_w8a8_kernel(const __grid_constan
     }
     cp_async_commit();
   };
-#pragma unroll 1
-  for (int part = 0; part < kParts; ++part) copy_part(part);
-  const float factor = p.factors ? p.factors[token * p.factors_token_stride + choice * p.factors_stride] : 1.0f;
   for (int i = threadIdx.x; i < 2 * blocks; i += 128) {
     const int is_up = i >= blocks, n = static_cast<int>(blockIdx.x) * kRows + is_up * p.inner;
-    scales[i] = __ldg(scales_of(p.first, expert, n) + (i - is_up * blocks) * p.first.b_scales.block);
+    const float* const from = scales_of(p.first, expert, n) + (i - is_up * blocks) * p.first.b_scales.block;
+    cp_async_small<4>(shared_address(scales + i), from, true);
   }
-  encode(p.rule, static_cast<const T*>(p.x) + token * p.x_stride, blocks, x_scales, factor, 128,
-         [&](int block, int& of_row) {
-           of_row = block;
-           return codes;
-         });
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) copy_part(part);
+  encoder.run(p.rule, x_scales, factor, [&](int block, int& of_row) {
+    of_row = block;
+    return codes;
+  });
 #pragma unroll 1
   for (int part = 0; part * kPart < blocks; ++part) {
     cp_async_wait<kParts - 1>();
@@ -203,7 +226,7 @@ __global__ void __launch_bounds__(kSecondThreads, 1) second_w8a8_kernel(const __
   extern __shared__ uint8_t unaligned[];
   constexpr int kTile = kRows * kBlock;
   __shared__ T results[kMostChoices][kRows];
-  __shared__ int32_t experts[kMostChoices];
+  __shared__ Choices choices;
   const int blocks = p.second_blocks, of_row = codes_bytes(blocks);
   const uint32_t codes = (shared_address(unaligned) + 1023) / 1024 * 1024, ring = codes + p.top_k * of_row;
   auto* const sums =
@@ -212,7 +235,6 @@ __global__ void __launch_bounds__(kSecondThreads, 1) second_w8a8_kernel(const __
   const int64_t token = blockIdx.y, first_row = int64_t{blockIdx.x} * kRows;
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128;
   // The kernel before has waited for ids, and has not written them.
-  if (threadIdx.x < p.top_k) experts[threadIdx.x] = p.experts(token, threadIdx.x, false);
   {
     const int line = thread / 8, chunk = thread % 8;
 #pragma unroll 1
@@ -224,27 +246,27 @@ __global__ void __launch_bounds__(kSecondThreads, 1) second_w8a8_kernel(const __
       const uint32_t to = ring + choice * blocks * kTile + place(line, chunk);
 #pragma unroll 6
       for (int i = 0; i < blocks; ++i) cp_async_16_once(to + i * kTile, from + i * kBlock);
+      const float* const own = scales_of(p.second, expert, first_row);
+      for (int i = thread; i < blocks; i += 128)
+        cp_async_small<4>(shared_address(scales + choice * blocks + i), own + i * p.second.b_scales.block, true);
     }
     cp_async_commit();
   }
-  __syncthreads();  // experts are there
-  for (int i = threadIdx.x; i < p.top_k * blocks; i += kSecondThreads) {
-    const int32_t expert = experts[i / blocks];
-    if (expert >= 0) scales[i] = __ldg(scales_of(p.second, expert, first_row) + i % blocks * p.second.b_scales.block);
-  }
+  choices.load(p.experts, p.sum, token);
   begin_dependent();
-  encode(p.rule, static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.top_k * blocks, x_scales, 1.0f,
-         kSecondThreads, [&](int block, int& within) {
-           const int choice = block / blocks;
-           within = block - choice * blocks;
-           return experts[choice] >= 0 ? codes + choice * of_row : 0;
-         });
+  Encoder<T, kSecondThreads> encoder(static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.top_k * blocks);
+  __syncthreads();  // choices are there
+  encoder.run(p.rule, x_scales, 1.0f, [&](int block, int& within) {
+    const int choice = block / blocks;
+    within = block - choice * blocks;
+    return choices.experts[choice] >= 0 ? codes + choice * of_row : 0;
+  });
   cp_async_wait<0>();
   fence_async_proxy();
   __syncthreads();
 #pragma unroll 1
   for (int choice = group; choice < p.top_k; choice += kSecondGroups) {
-    if (experts[choice] < 0) continue;
+    if (choices.experts[choice] < 0) continue;
 #pragma unroll 1
     for (int first = 0; first < blocks; first += kSecondAtOnce) {
       float sum[kSecondAtOnce][kRows / 2];
@@ -266,13 +288,14 @@ __global__ void __launch_bounds__(kSecondThreads, 1) second_w8a8_kernel(const __
   __syncthreads();
   for (int i = threadIdx.x; i < p.top_k * kRows; i += kSecondThreads) {
     const int choice = i / kRows, row = i % kRows;
-    if (experts[choice] >= 0)
+    const int32_t expert = choices.experts[choice];
+    if (expert >= 0)
       results[choice][row] =
           result<T>(p.second, sums + choice * blocks * kRows + row, kRows, x_scales + choice * blocks,
-                    scales + choice * blocks, experts[choice], first_row + row, blocks);
+                    scales + choice * blocks, expert, first_row + row, blocks);
   }
   __syncthreads();
-  if (threadIdx.x < kRows) write_sum<T>(p.sum, results, experts, token, first_row + threadIdx.x);
+  if (threadIdx.x < kRows) choices.write_sum<T>(p.sum, results, token, first_row + threadIdx.x);
 #endif
 }
 
