@@ -10,9 +10,9 @@
 #include "cuda/dependent_shared.cuh"
 #include "cuda/mbarrier.cuh"
 #include "cuda/wgmma8.cuh"
+#include "moe/block_codes.cuh"
 #include "moe/few_pairs.cuh"
 #include "moe/few_pairs.h"
-#include "quantization/group_sources.cuh"
 
 namespace pykv {
 namespace few_pairs {
@@ -56,7 +56,7 @@ class Encoder {
   template <class Place>
   __device__ void run(const ScaleRule& rule, float* scales, float factor, Place&& codes) {
 #pragma unroll 1
-    for (int first = threadIdx.x; first / 32 * 32 < blocks_ * 16;) {
+    for (int first = threadIdx.x; first / 32 * 32 < blocks_ * kLanesOfBlock;) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) encode(loaded_[i], first + i * kThreads, rule, scales, factor, codes);
       first += kAhead * kThreads;
@@ -69,26 +69,16 @@ class Encoder {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int n = first + i * kThreads;
-      if (n < blocks_ * 16) loaded_[i] = load_vec_in_order<Pack<T>>(from_ + n * 8);
+      if (n < blocks_ * kLanesOfBlock) loaded_[i] = load_vec_in_order<Pack<T>>(from_ + n * 8);
     }
   }
 
   template <class Place>
   __device__ void encode(const Pack<T>& loaded, int n, const ScaleRule& rule, float* scales, float factor,
                          Place& codes) const {
-    const int block = n / 16, lane = n % 16;
-    const Pack<T> y[1] = {loaded};
-    const auto largest = [](uint32_t most) {
-#pragma unroll
-      for (int bit = 1; bit < 16; bit *= 2) most = max(most, __shfl_xor_sync(~0u, most, bit));
-      return most;
-    };
-    uint32_t most = largest(largest_bits(y));
-    const bool any_odd = __any_sync(~0u, most >= kInfinity);
-    if (any_odd) most = largest(__float_as_uint(largest_of(y)));  // passes NaN over
-    const GroupScale scale = rule(__uint_as_float(most), INFINITY, 1.0f);
-    const auto eight = any_odd ? codes_times(QuantCode::kE4M3, y[0], scale.factor, !(scale.factor > 0.0f))
-                               : codes_inside<QuantCode::kE4M3>(y[0], scale.factor);
+    const int block = n / kLanesOfBlock, lane = n % kLanesOfBlock;
+    GroupScale scale;
+    const auto eight = block_codes<QuantCode::kE4M3>(rule, INFINITY, loaded, scale);
     if (block >= blocks_) return;
     int of_row = 0;
     const uint32_t row = codes(block, of_row);
