@@ -33,7 +33,7 @@ struct Weight {
   int64_t weight_stride, bias_stride;  // bytes, elements
   int units, groups, stages, segments;
   int stages_of_group;  // 1 where groups are smaller
-  int steps;            // of 16 columns that are scaled together: 2, 4 or 8
+  int steps;            // of 16 columns that are scaled together: 2 or 8
 
   __device__ int begin(int segment) const { return stages * segment / segments; }
 };
@@ -298,8 +298,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
 bool make_weight(Weight& weight, const PackedGemmArgs& args, const Launch& launch) {
   const PackedWeight& w = args.weight;
   if (w.codes_kind != CodeKind::kUint4 || w.scales_kind > ScaleKind::kF32 || w.columns || w.k == 0 || w.k % 8 != 0 ||
-      w.n % kRows != 0 || w.padded_k % kColumns != 0 || w.padded_k > (1 << 16) || w.group_size < 32 ||
-      (w.group_size % kColumns != 0 && kColumns % w.group_size != 0))
+      w.n % kRows != 0 || w.padded_k % kColumns != 0 || w.padded_k > (1 << 16) ||
+      (w.group_size % kColumns != 0 && w.group_size != 32))
     return false;
   weight = {.packed = w,
             .bias = args.bias,
@@ -364,14 +364,10 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
       if (minima == MinimumKind::kNone) launch_kernels<T, false, kSteps>(p, args, launch);
       if (minima == MinimumKind::kZero) launch_kernels<T, true, kSteps>(p, args, launch);
     };
-    switch (p.first.steps) {
-      case 8:
-        return launch_steps.template operator()<8>();
-      case 4:
-        return launch_steps.template operator()<4>();
-      default:
-        return launch_steps.template operator()<2>();
-    }
+    if (p.first.steps == 8)
+      launch_steps.template operator()<8>();
+    else
+      launch_steps.template operator()<2>();
   });
   return was_launched;
 }
