@@ -192,7 +192,7 @@ def test_packed(array, dtype, name, tokens):
     ],
 )
 def test_few_pairs(array, dtype, zeros, hidden, inner, group, k, experts):
-    """Their own kernels on Hopper give a token the bits that it has among many, whatever its ids, biases and weights are."""
+    """Their own kernels on Hopper give a token the bits that it has among many, whatever ids and biases are."""
     if inner > 4096 and array.device == "cpu":
         inner = 256
     known, tokens, many = 200, max(25 // k, 1), 70
