@@ -25,7 +25,8 @@ def top_k(array, x, k, *, offset=0, **options):
     ("rows", "cols", "k"),
     [(1, 1, 1), (3, 100, 7), (2, 128, 128), (2, 100, 200), (5, 4097, 50), (3, 20000, 64), (1, 130001, 2048)]
     + [(2, 40000, 4096), (40, 3001, 300), (300, 1000, 17), (1, 20000, 20), (2, 70000, 4096)]
-    + [(1, 261888, 50), (1, 261889, 50), (3, 130944, 2048), (3, 130945, 2048)],  # as many as registers hold, and one more
+    # as wide as has room in the shared memory of 16 blocks, or 8, and one more; of 32 bits, and of 16
+    + [(1, 261888, 50), (1, 261889, 50), (3, 130944, 2048), (3, 130945, 2048), (1, 261632, 50), (3, 130817, 2048)],
     ids=name_of,
 )
 @pytest.mark.parametrize("ordered", [False, True])
