@@ -91,8 +91,8 @@ class SharedTopK {
     rough_range(k, low, high);
     const KthKey kth = kth_key(k, low, high);
     const int thread = static_cast<int>(threadIdx.x);
-    uint32_t larger = 0, tied = 0, total;
-    bool has_nan = false;
+    uint32_t larger = low_key_ > kth.key ? at_low_ : 0, tied = low_key_ == kth.key ? at_low_ : 0, total;
+    bool has_nan = low_key_ == kNan && larger != 0;
     each_key([&](uint32_t key, uint32_t bit) {
       if (key > kth.key) larger |= bit;
       if (key == kth.key) tied |= bit;
@@ -107,7 +107,12 @@ class SharedTopK {
       has_nan |= kth.key == kNan;
       __syncthreads();
     }
-    set_columns(larger);
+#pragma unroll 1
+    for (; larger != 0; larger &= larger - 1) {
+      const int at = place_of(__ffs(static_cast<int>(larger)) - 1);
+      atomicOr(&memory_.bits[at / 32], 1u << at % 32);
+    }
+    __syncthreads();
     uint32_t bits = memory_.bits[thread];
     int place = kth.before + static_cast<int>(sum_before(static_cast<uint32_t>(__popc(bits)), memory_.select, total));
 #pragma unroll 1
@@ -120,7 +125,10 @@ class SharedTopK {
   static __device__ int first() { return static_cast<int>(threadIdx.x) * kSize; }
   static __device__ uint32_t key_of(T x) { return key_of_logit(to_float(x)) >> kShift; }
 
-  // Sets the bits of some columns of each thread: lanes that follow each other have those of a word.
+  // Where the value of a thread's bit lies.
+  static __device__ int place_of(int bit) { return first() + bit / kSize * kStep + bit % kSize; }
+
+  // Sets the bits of many columns of each thread: lanes that follow each other have those of a word.
   __device__ void set_columns(uint32_t mask) {
     constexpr int kLanes = 32 / kSize;  // of a word
     const int lane_of_word = static_cast<int>(threadIdx.x) % kLanes;
@@ -139,29 +147,37 @@ class SharedTopK {
   __device__ void each_key(Body body) const {
 #pragma unroll 1
     for (uint32_t bits = in_question_; bits != 0; bits &= bits - 1) {
-      const int bit = __ffs(static_cast<int>(bits)) - 1, at = first() + bit / kSize * kStep + bit % kSize;
-      body(key_of(values_[at]), 1u << bit);
+      const int bit = __ffs(static_cast<int>(bits)) - 1;
+      body(key_of(values_[place_of(bit)]), 1u << bit);
     }
   }
 
-  // Those of the thread that are not below a key are in question.
+  // Keys of the thread that are above `low` are in question.  Those that equal it, which may be many, are known then.
   __device__ void question(uint32_t low) {
-    in_question_ = 0;
+    in_question_ = at_low_ = 0;
+    low_key_ = low;
     int shift = 0;
 #pragma unroll 1
     for (int at = first(); at < slice_.width; at += kStep, shift += kSize) {
       const Pack<T> x = *reinterpret_cast<const Pack<T>*>(values_ + at);
-      uint32_t bits = 0;
+      uint32_t above = 0, equal = 0;
 #pragma unroll
-      for (int i = 0; i < kSize; ++i)
-        if (key_of(x[i]) >= low) bits |= 1u << i;
+      for (int i = 0; i < kSize; ++i) {
+        const uint32_t key = key_of(x[i]);
+        if (key > low) above |= 1u << i;
+        if (key == low) equal |= 1u << i;
+      }
       const int column = slice_.first_vector + at;
       if (column < slice_.begin || column > slice_.end - kSize) {
 #pragma unroll 1
         for (int i = 0; i < kSize; ++i)
-          if (column + i < slice_.begin || column + i >= slice_.end) bits &= ~(1u << i);
+          if (column + i < slice_.begin || column + i >= slice_.end) {
+            above &= ~(1u << i);
+            equal &= ~(1u << i);
+          }
       }
-      in_question_ |= bits << shift;
+      in_question_ |= above << shift;
+      at_low_ |= equal << shift;
     }
   }
 
@@ -222,7 +238,7 @@ class SharedTopK {
     for (int parity = 0;; parity ^= 1) {
       // The first bin is for the key `low` alone, which many logits may have.
       const int shift = max(32 - kRangeBits - __clz(static_cast<int>(max(high, low) - low)), 0);
-      uint32_t lowest = 0;
+      uint32_t lowest = low == low_key_ ? static_cast<uint32_t>(__popc(at_low_)) : 0;
       each_key([&](uint32_t key, uint32_t) {
         if (key == low) ++lowest;
         if (key > low && key <= last) atomicAdd(&memory_.bins[1 + min((key - low - 1) >> shift, kRangeBins - 2u)], 1u);
@@ -231,11 +247,15 @@ class SharedTopK {
       if (lane == 0 && lowest != 0) atomicAdd(&memory_.bins[0], lowest);
       __syncthreads();
       exchange_counts(parity);
-      // Each warp goes through all bins, the last ones first, eight a lane.
-      const int first_bin = 8 * (31 - lane);
+      // Each warp goes through all bins, the last ones first.
+      constexpr int kOfLane = kRangeBins / 32;
+      const int first_bin = kOfLane * (31 - lane);
+      using OfLane = Vec<uint32_t, kOfLane>;
+      const OfLane sums = *reinterpret_cast<const OfLane*>(&memory_.sums[first_bin]);
+      const OfLane sums_before = *reinterpret_cast<const OfLane*>(&memory_.sums_before[first_bin]);
       uint32_t own = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own += memory_.sums[first_bin + i];
+      for (int i = 0; i < kOfLane; ++i) own += sums[i];
       uint32_t above = own;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -246,23 +266,21 @@ class SharedTopK {
       above -= own;
       int bin = 0;
       uint32_t bin_above = 0, in_it = 0;
-      if (above < missing && above + own >= missing)
 #pragma unroll
-        for (int i = 7; i >= 0; --i) {
-          const uint32_t count = memory_.sums[first_bin + i];
-          if (above < missing && above + count >= missing) {
-            bin = first_bin + i;
-            bin_above = above;
-            in_it = count;
-          }
-          above += count;
+      for (int i = kOfLane - 1; i >= 0; --i) {
+        if (above < missing && above + sums[i] >= missing) {
+          bin = first_bin + i;
+          bin_above = above;
+          in_it = sums[i];
         }
+        above += sums[i];
+      }
       const bool is_here = in_it != 0;
       const uint32_t found = __ballot_sync(0xffffffffu, is_here);
       if (found == 0) {  // the rough bound is too large
         uint32_t lower = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) lower += memory_.sums_before[first_bin + i];
+        for (int i = 0; i < kOfLane; ++i) lower += sums_before[i];
         before += static_cast<int>(__reduce_add_sync(0xffffffffu, lower));
         missing -= total;
         high = last = low - 1;
@@ -275,7 +293,7 @@ class SharedTopK {
         in_it = __shfl_sync(0xffffffffu, in_it, its_lane);
         uint32_t lower = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) lower += first_bin + i > bin ? memory_.sums_before[first_bin + i] : 0;
+        for (int i = 0; i < kOfLane; ++i) lower += first_bin + i > bin ? sums_before[i] : 0;
         before += static_cast<int>(__reduce_add_sync(0xffffffffu, lower));
         const int in_before = static_cast<int>(memory_.sums_before[bin]),
                   its_own = memory_.counts[exchange_.rank()][bin];
@@ -360,7 +378,7 @@ class SharedTopK {
   T* values_;  // in shared memory, from the first vector on; what lies outside the row is -infinity
   RowExchange& exchange_;
   KthKeyMemory& memory_;
-  uint32_t in_question_ = 0;  // of the thread's values, a bit each
+  uint32_t in_question_ = 0, at_low_ = 0, low_key_ = 0;  // a bit for each of the thread's values
 };
 
 }  // namespace pykv
