@@ -230,7 +230,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
 #endif
 }
 
-// Of the columns: what is summed in which order depends on this alone, not on the number of tokens.
 int segments_of(const PackedWeight& w, int sms) {
   const int64_t row_tiles = (w.n + kRows - 1) / kRows;
   return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
