@@ -40,6 +40,12 @@ struct RowSlice {
     if (at < end) prefetch(row + max(at, 0));
   }
 
+  // The same for all, up to 128 bytes a thread.
+  __device__ void prefetch_lines() const {
+    const int at = begin + static_cast<int>(threadIdx.x) * static_cast<int>(128 / sizeof(T));
+    if (at < end) prefetch(row + at);
+  }
+
   // The vector that begins with column `at`; what lies outside is -infinity.
   __device__ Pack<T> load(int at) const {
     if (at >= end || at + kSize <= begin) return filled<T, kSize>(-__int_as_float(0x7f800000));
