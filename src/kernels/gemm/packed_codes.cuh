@@ -69,13 +69,6 @@ struct Codes<T, CodeKind::kUint4> {
   __device__ static void fragment_in_place(uint32_t (&a)[4], const uint4 (&words)[1], int j) {
     fragment_less(a, words, j, {zero_of(0, 8), zero_of(1, 8)});
   }
-  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word; scales of rows 8 + g are times kOfSecond.
-  __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
-                                         uint32_t minima) {
-    fragment_in_place(a, words, j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = fma_pairs<T>(a[i], twice(scales, i % 2), twice(minima, i % 2));
-  }
   // ... less zeros, by zero_of().
   __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
@@ -194,19 +187,28 @@ template <class T>
 struct Codes<T, CodeKind::kUint8> {
   static constexpr int kPlanes = 2;
   static constexpr float kUnit = 1.0f;
+  static constexpr uint32_t kMiddle = kIsHalf<T> ? 0x64806480u : 0xc000c000u;  // a zero point of 128
 
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t*) {
+    fragment_less(a, words, j, {kMiddle, kMiddle});
+  }
+  // Less zeros, of rows g and 8 + g, by zero_of().
+  __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t (&zeros)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
-        a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
-      } else {  // as the bits of a number near the smallest: 2^-133 of itself; times 2^127, less 2, times 64
+        a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), zeros[half_row]);
+      } else {  // as the bits of a number near the smallest: 2^-133 of itself; times 2^127, less zero / 64, times 64
         const uint32_t octets = half_row ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
-        a[i] = multiply_pairs<T>(fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u), 0x42804280u);
+        a[i] = multiply_pairs<T>(fma_pairs<T>(octets, 0x7f007f00u, zeros[half_row]), 0x42804280u);
       }
     }
+  }
+  __device__ static uint32_t zero_of(float zero) {
+    const float v = kIsHalf<T> ? 1024.0f + zero : zero * -0x1p-6f;
+    return pack_pair<T>(v, v);
   }
 };
 
@@ -365,50 +367,152 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
   }
 }
 
-// Whether Hopper multiplies a weight as Folded below has it: Q4_K.
+// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).
 inline bool is_folded(const PackedWeight& w) {
-  return w.codes_kind == CodeKind::kUint4 && w.scales_kind == ScaleKind::kF16U8 &&
-         w.minima_kind == MinimumKind::kF16U8 && w.group_size == 32;
+  if (!is_integer(w.codes_kind)) return false;
+  const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
+  return is_small || (w.minima_kind != MinimumKind::kNone && w.minima_kind != MinimumKind::kZero);
 }
 
-// Codes of Q4_K as they are multiplied: w = unit * (s * c + m), with s and m in 16 bits and a power of two for the unit, so that they
-// are in the range of float16; of bfloat16 it is 1.  m is rounded with what c has lost in it, for so it is much less.
-template <class T>
-struct Folded {
-  float2 scale, minimum;  // of 256 columns of two rows
+// How: factors of any kinds, with minima or none; the bytes of Q3_K and Q6_K; those of Q2_K, Q4_K and Q5_K.
+enum class Fold { kNone, kMinima, kBytes, kBytesMinima };
+PYKV_HOST_DEVICE constexpr bool has_minima(Fold fold) { return fold == Fold::kMinima || fold == Fold::kBytesMinima; }
 
-  __device__ Folded(uint32_t supers, uint32_t lows, float global, float offset)
-      : scale(unpack_pair<half>(supers)), minimum(unpack_pair<half>(lows)), offset_(offset) {
-    scale.x *= global;
-    scale.y *= global;
+// Calls with.template operator()<fold>().  steps: of 16 columns of a group; those of bytes have one or two.
+template <class With>
+__device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, With with) {
+  const bool adds_nothing = w.minima_kind == MinimumKind::kNone;
+  if (steps <= 2 && w.scales_kind == ScaleKind::kF16U8 && w.minima_kind == MinimumKind::kF16U8) {
+    with.template operator()<Fold::kBytesMinima>();
+  } else if (steps <= 2 && w.scales_kind == ScaleKind::kF16I8 && adds_nothing) {
+    with.template operator()<Fold::kBytes>();
+  } else if (w.scales_kind == ScaleKind::kF16 && adds_nothing) {
+    with.template operator()<Fold::kNone>();
+  } else {  // scales of others may have more exponents than without minima there is room for
+    with.template operator()<Fold::kMinima>();
   }
-  __device__ float2 unit() const {
-    if constexpr (!kIsHalf<T>) return make_float2(1.0f, 1.0f);
-    return make_float2(power_below(scale.x, minimum.x), power_below(scale.y, minimum.y));
+}
+
+// Scales of two rows from shared memory: those of a group at `at`, those of 256 columns at `supers`.
+template <Fold kFold>
+__device__ float2 load_two_scales(uint32_t at, uint32_t supers, ScaleKind kind) {
+  if constexpr (kFold == Fold::kNone) return unpack_pair<half>(load_shared_4(at));
+  if (kFold == Fold::kBytes || kFold == Fold::kBytesMinima || has_supers(kind)) {
+    const uint32_t octets = load_shared_2(at);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(supers));
+    if (kFold == Fold::kBytes || (kFold != Fold::kBytesMinima && kind == ScaleKind::kF16I8))
+      return make_float2(of_256.x * static_cast<float>(static_cast<int8_t>(octets)),
+                         of_256.y * static_cast<float>(static_cast<int8_t>(octets >> 8)));
+    return make_float2(of_256.x * static_cast<float>(octets & 0xffu), of_256.y * static_cast<float>(octets >> 8));
   }
-  // s of both rows, or m, by two bytes of scales and two of minima.
-  __device__ uint32_t pair(uint32_t scales, uint32_t minima, bool is_minimum) const {
-    float2 s = make_float2(scale.x * static_cast<float>(scales & 0xffu), scale.y * static_cast<float>(scales >> 8));
-    if (is_minimum) {
-      s.x = fmaf(offset_, s.x, -minimum.x * static_cast<float>(minima & 0xffu));
-      s.y = fmaf(offset_, s.y, -minimum.y * static_cast<float>(minima >> 8));
+  const int bytes = bytes_of(kind);
+  if (bytes == 2) {
+    const uint32_t pair = load_shared_4(at);
+    const float2 halves = unpack_pair<half>(pair), others = unpack_pair<bf16>(pair);
+    return kind == ScaleKind::kF16 ? halves : others;
+  }
+  if (bytes == 4) return load_shared_float2(at);
+  const uint32_t octets = load_shared_2(at);
+  if (kind == ScaleKind::kE4M3) return make_float2(e4m3_to_float(octets & 0xffu), e4m3_to_float(octets >> 8));
+  const auto power = [](uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); };
+  return make_float2(power(octets & 0xffu), power(octets >> 8));
+}
+
+// What is added to them; offset: what codes have lost.
+template <Fold kFold>
+__device__ float2 load_two_minima(uint32_t at, uint32_t lows, MinimumKind kind, float offset, float2 scales) {
+  if (kFold != Fold::kBytesMinima && kind == MinimumKind::kNone) return make_float2(0.0f, 0.0f);
+  float2 v;
+  if (kFold == Fold::kBytesMinima || kind == MinimumKind::kF16U8) {
+    const uint32_t octets = load_shared_2(at);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(lows));
+    v = make_float2(-of_256.x * static_cast<float>(octets & 0xffu), -of_256.y * static_cast<float>(octets >> 8));
+  } else if (kind == MinimumKind::kF16) {
+    v = unpack_pair<half>(load_shared_4(at));
+  } else if (kind == MinimumKind::kF32) {
+    v = load_shared_float2(at);
+  } else {
+    const uint32_t octets = load_shared_2(at);
+    return make_float2(scales.x * (offset - static_cast<float>(octets & 0xffu)),
+                       scales.y * (offset - static_cast<float>(octets >> 8)));
+  }
+  return make_float2(fmaf(scales.x, offset, v.x), fmaf(scales.y, offset, v.y));
+}
+
+// Where factors of a group of two rows lie in shared memory; supers, lows: those of 256 columns.
+struct FactorPlaces {
+  uint32_t scales, supers, minima, lows;
+};
+
+// The power of two not above a number, and its inverse; of 0 both are finite.
+__device__ inline float power_below(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+__device__ inline float inverse_of_power(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
+
+// Codes of integers that are multiplied by the scale of their group as they are decoded: sums of any groups are one.  w = (c - kMiddle) s,
+// rounded to 16 bits; with minima: and m, which has what c lost in it, for so it is much less: s, m and w are rounded.  float16 has few
+// exponents: there a row has a power of two for each 128 columns, not above the largest s or m.
+template <class T, CodeKind kKind, Fold kFold>
+struct Folding {
+  static constexpr bool kAdds = has_minima(kFold);
+  static constexpr bool kIsNarrow = kKind == CodeKind::kUint4;
+  // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
+  // inverse of that would be too large.
+  static constexpr float kUnit = kAdds ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p64f;
+  static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
+
+  // s and m of a group for rows g and 8 + g.
+  struct Factors {
+    float2 scale, minimum;
+
+    __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
+        : scale(load_two_scales<kFold>(at.scales, at.supers, w.scales_kind)), minimum{} {
+      scale = make_float2(scale.x * global, scale.y * global);
+      if (kAdds) minimum = load_two_minima<kFold>(at.minima, at.lows, w.minima_kind, w.offset, scale);
     }
-    if constexpr (kIsHalf<T>) {
-      s.x *= inverse(power_below(scale.x, minimum.x));
-      s.y *= inverse(power_below(scale.y, minimum.y));
+    __device__ float2 largest() const {
+      return make_float2(fmaxf(fabsf(scale.x), fabsf(minimum.x)), fmaxf(fabsf(scale.y), fabsf(minimum.y)));
     }
-    if (!is_minimum) s.y *= Codes<T, CodeKind::kUint4>::kOfSecond;
-    return pack_pair<T>(s.x, s.y);
-  }
+    // In units of what weights have in common: as fragment() wants them.
+    __device__ uint32_t scales(float2 units) const {
+      return pack_pair<T>(scale.x * (of_scale(0) * units.x), scale.y * (of_scale(1) * units.y));
+    }
+    __device__ uint32_t minima(float2 units) const { return pack_pair<T>(minimum.x * units.x, minimum.y * units.y); }
+  };
 
- private:
-  float offset_;
-
-  __device__ static float power_below(float a, float b) {
-    return __uint_as_float(__float_as_uint(fmaxf(fabsf(a), fabsf(b))) & 0x7f800000u);
+  // What s of row g or 8 + g is to be multiplied by.
+  __device__ static constexpr float of_scale(int row) {
+    if (kAdds) return kIsHalf<T> ? 1.0f : !kIsNarrow ? 64.0f : row ? Codes<T, CodeKind::kUint4>::kOfSecond : 1.0f;
+    return (kIsHalf<T> ? 0x1p14f : 0x1p69f) / (kIsNarrow && row ? 16.0f : 1.0f);
   }
-  __device__ static float inverse(float power) {  // of 0: finite
-    return __uint_as_float(0x7f000000u - __float_as_uint(power));
+  // What is added where there are no minima, by scales().
+  __device__ static uint32_t middle(uint32_t scales) {
+    // -8, -128 (or of codes in bits 4 to 7 of a byte) times the smallest
+    constexpr uint32_t kOfRows = kIsNarrow ? 0x80808008u : 0x80808080u;
+    return multiply_pairs<T>(scales, kOfRows);
+  }
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[kIsNarrow ? 1 : 2], int j, uint32_t scales,
+                                  uint32_t minima) {
+    if constexpr (kAdds && kIsNarrow) Codes<T, kKind>::fragment_in_place(a, words, j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t s = twice(scales, i % 2), m = twice(minima, i % 2);
+      if constexpr (kAdds && kIsNarrow) {
+        a[i] = fma_pairs<T>(a[i], s, m);
+      } else if constexpr (kIsNarrow) {
+        const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+        const uint32_t v = i < 2 ? w : w >> 8;
+        a[i] = fma_pairs<T>(v & (i % 2 ? 0x00f000f0u : 0x000f000fu), s, m);
+      } else {
+        const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
+        if constexpr (kAdds && kIsHalf<T>) {
+          const uint32_t octets = __byte_perm(w, 0x64646464u, i % 2 ? 0x4341 : 0x4240);
+          a[i] = fma_pairs<T>(subtract_pairs<T>(octets, 0x64806480u), s, m);
+        } else {
+          const uint32_t octets = i % 2 ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
+          a[i] = fma_pairs<T>(kAdds ? fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u) : octets, s, m);
+        }
+      }
+    }
   }
 };
 

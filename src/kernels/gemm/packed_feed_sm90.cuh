@@ -3,36 +3,88 @@
 
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
-#include "cuda/wgmma_tf32.cuh"
 #include "gemm/packed_ring_sm90.cuh"
 
 namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// What a lane copies of the factors of a stage where they come as they are stored: 16 bytes of scales, of minima and of those of 256
-// columns.
-class FactorCopies {
+// What the lanes of a warp copy of scales or minima of a stage as they are stored, [band][group][32]: pieces of 16 bytes, each 32nd of them.
+class GroupCopies {
  public:
-  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift) {
-    const PackedWeight& w = p.weight;
-    const int lane = threadIdx.x % 32;
-    const auto band = [&](int i) { return int64_t{min(static_cast<int>(row_tile) * 4 + i, p.bands - 1)}; };
-    const int64_t group = band(lane / 8) * p.groups * 32 + lane % 8 * 16;
-    scales_ = w.scales + shift + group;
-    minima_ = w.minima + shift + group;
-    of_256_ = (lane < 16 ? w.supers : w.lows) + shift + band(lane / 4 % 4) * p.blocks * 64 + lane % 4 * 16;
+  // bytes: of a number
+  __device__ GroupCopies(const Problem& p, const uint8_t* from, int bytes, uint32_t row_tile)
+      : p_(p),
+        from_(from),
+        row_tile_(static_cast<int>(row_tile)),
+        bytes_(bytes),
+        count_(from ? 8 * bytes * p.items : 0),
+        of_stage_(p.weight.group_size == p.steps * 16 && p.groups % p.items == 0 ? p.items * 32 * bytes : 0) {
+#pragma unroll
+    for (int n = 0; n < kPrepared; ++n) {
+      int column;
+      piece(threadIdx.x % 32 + n * 32, at_[n], column);
+      if (of_stage_ > 0) at_[n] += column / (p.steps * 16) * (32 * bytes);
+    }
   }
-  // Of stage i to where its factors lie.
+  // Of stage i.
   __device__ void copy(uint32_t to, int i) const {
-    to += threadIdx.x % 32 * 16;
-    cp_async_16(to, scales_ + i * 128);
-    cp_async_16(to + 4 * kRows, minima_ + i * 128);
-    cp_async_16(to + 8 * kRows, of_256_ + i / 2 * 64);
+    const int lane = threadIdx.x % 32;
+    int n = lane;
+    if (of_stage_ > 0) {  // they lie side by side
+#pragma unroll
+      for (int k = 0; k < kPrepared; ++k, n += 32)
+        if (n < count_) cp_async_16(to + n * 16, at_[k] + int64_t{i} * of_stage_);
+    }
+#pragma unroll 1
+    for (; n < count_; n += 32) {
+      const uint8_t* at;
+      int column;
+      piece(n, at, column);
+      const int group = min(p_.groups_by.quotient(i * kColumns + column), p_.groups - 1);
+      cp_async_16(to + n * 16, at + int64_t{group} * (32 * bytes_));
+    }
   }
 
  private:
-  const uint8_t *scales_, *minima_, *of_256_;
+  static constexpr int kPrepared = 2;  // those of GGUF seldom have more
+
+  // Where a piece lies in the first group, and its columns in a stage.
+  __device__ void piece(int n, const uint8_t*& at, int& column) const {
+    const int of_group = 2 * bytes_, of_band = of_group * p_.items;
+    const int band = min(row_tile_ * 4 + n / of_band, p_.bands - 1);
+    at = from_ + int64_t{band} * p_.groups * 32 * bytes_ + n % of_group * 16;
+    column = n % of_band / of_group * p_.steps * 16;
+  }
+
+  const Problem& p_;
+  const uint8_t* const from_;
+  const int row_tile_, bytes_, count_, of_stage_;  // of_stage_: bytes of a band; 0: groups are of other sizes
+  const uint8_t* at_[kPrepared];
+};
+
+// ... and of those of 256 columns, [band][32].
+class FactorCopies {
+ public:
+  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift)
+      : p_(p),
+        scales_(p, p.weight.scales + shift, bytes_of(p.weight.scales_kind), row_tile),
+        minima_(p, p.weight.minima ? p.weight.minima + shift : nullptr, bytes_of(p.weight.minima_kind), row_tile) {
+    const int lane = threadIdx.x % 32, band = min(static_cast<int>(row_tile) * 4 + lane / 4 % 4, p.bands - 1);
+    const uint8_t* const from = lane < 16 ? p.weight.supers : p.weight.lows;
+    of_256_ = from ? from + shift + int64_t{band} * p.blocks * 64 + lane % 4 * 16 : nullptr;
+  }
+  // Of stage i to its place in the ring.
+  __device__ void copy(uint32_t stage, int i, int scales_at) const {
+    scales_.copy(stage + scales_at, i);
+    minima_.copy(stage + p_.minima_at, i);
+    if (of_256_) cp_async_16(stage + p_.supers_at + threadIdx.x % 32 * 16, of_256_ + int64_t{i / 2} * 64);
+  }
+
+ private:
+  const Problem& p_;
+  const GroupCopies scales_, minima_;
+  const uint8_t* of_256_;
 };
 
 // One thread: codes and x.  One warp where factors come as they are stored.
@@ -53,7 +105,7 @@ __device__ void fill(const Problem& p, const Ring& ring, uint32_t row_tile, uint
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
     if constexpr (S::kFolds) {
-      factors.copy(stage + S::kScalesAt, i);
+      factors.copy(stage, i, S::kScalesAt);
       cp_async_arrive(full);
       if (threadIdx.x % 32 != 0) return;
     }
@@ -160,54 +212,6 @@ __device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, ui
   });
 }
 
-// Sums of x over each group of a stage, which minima multiply: products with ones.  As the second operand of products of TF32:
-// those of four groups for each token, zeros where there are fewer, and then what they lose.
-template <class S>
-__device__ void sum_x(const Problem& p, uint32_t stage) {
-  using T = typename S::Element;
-  constexpr int kTiles = (S::kTokens + 15) / 16, kAtOnce = kTiles < 4 ? kTiles : 4;  // of 16 tokens
-  constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
-  const int lane = threadIdx.x % 32, c = lane % 4, last_step = p.steps - 1;
-  const uint32_t token = lane % (S::kTokens < 16 ? 8 : 16);
-  uint32_t from = stage + token * 128 + (lane / 16 ^ lane % 8) * 16;
-  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 16;
-#pragma unroll 1
-  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 16) {
-    float sum[kAtOnce][4] = {};
-    uint32_t x[2][kAtOnce][4];
-    const auto load = [&](int j) {
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t)
-        ldmatrix_x4(x[j % 2][t], (from ^ j % 4 * 32) + j / 4 * S::kXBytes + t * 16 * 128);
-    };
-    load(0);
-    int item = 0;
-    const auto store = [&](int t, int at, float x) {
-      if (c * 8 >= (S::kTokens < 16 ? 8 : 16)) return;  // all columns are equal
-      const uint32_t address = to + t * 256 + at / 4 * S::kSumsBytes + at % 4 * 4;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(tf32_of(x)) : "memory");
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address + S::kTokens * 16), "f"(x - tf32_of(x)) : "memory");
-    };
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (j < 7) load(j + 1);
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) mma_16x8x16<T>(sum[t], x[j % 2][t], kOnes, kOnes);
-      if ((j & last_step) != last_step) continue;
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) {
-        store(t, item, c == 0 ? sum[t][0] : sum[t][2]);
-        sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
-      }
-      ++item;
-    }
-#pragma unroll 1
-    for (; item < 4; ++item)
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) store(t, item, 0.0f);
-  }
-}
-
 // What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
 template <class S>
 class Preparer {
@@ -232,20 +236,17 @@ class Preparer {
     for_stages<S>(p_, split, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
       constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
-      if (p_.items == 1) {
+      if constexpr (S::kHasUnits) {
+        make_units(i, turn);
+      } else if (p_.items == 1) {
         make_factors<1>(i, turn);
       } else if (kMost == 2 || p_.items == 2) {
         make_factors<2>(i, turn);
       } else {
         make_factors<kMost>(i, turn);
       }
-      if constexpr (S::kAdds) {
-        mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
-        sum_x<S>(p_, ring_.at(turn));
-        fence_async_proxy();  // wgmma reads them
-      }
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive((S::kJoined ? ring_.full : ring_.ready) + turn.stage * 8);
+      if (lane_ == 0) mbarrier_arrive(ring_.full + turn.stage * 8);
     });
   }
 
@@ -265,6 +266,30 @@ class Preparer {
       if ((first += kCount) >= p_.items) return;
       load<kCount>(raw, i, first);
     }
+  }
+
+  // What the groups of a stage have in common where their codes are multiplied by scales.
+  __device__ void make_units(int i, const Turn& turn) const {
+    float largest[4] = {};
+#pragma unroll 1
+    for (int first = 0; first < p_.items; first += 2) {
+      RawFactors raw[2];
+      load<2>(raw, i, first);
+      float scales[2][4], minima[2][4] = {};
+      scales_of(scales, raw, p_.weight.scales_kind);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) scales[n / 4][n % 4] *= global_;
+      if (p_.weight.minima) minima_of(minima, raw, p_.weight.minima_kind, p_.weight.offset, scales);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        largest[n % 4] = fmaxf(largest[n % 4], fmaxf(fabsf(scales[n / 4][n % 4]), fabsf(minima[n / 4][n % 4])));
+    }
+#pragma unroll
+    for (float& x : largest) x = power_below(x);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    if constexpr (S::kFew)
+      if (p_.gathers) gatherer_.copy(ring_.at(turn), i * kColumns, ring_.full + turn.stage * 8);
+    store(ring_.at(turn) + p_.units_at + lane_ * 16, largest);
   }
 
   template <int kCount>
@@ -309,12 +334,6 @@ class Preparer {
                      make_uint4(zero_of(0, z), zero_of(1, z >> 8), zero_of(0, z >> 16), zero_of(1, z >> 24)));
       }
     }
-    if constexpr (S::kAdds) {
-      float minima[kCount][4];
-      minima_of(minima, raw, w.minima_kind, w.offset, scales);
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
-    }
   }
 
   // What decoded numbers of row 0 or 8 of sixteen are to be multiplied by.
@@ -322,8 +341,10 @@ class Preparer {
     if constexpr (S::kOfBytes) return CodesOfBytes<typename S::Element>::unit(row);
     return 1.0f;
   }
-  // What is added to them for a zero point of what a code is above the base.
+  // What is added to them, or of codes of eight bits subtracted, for a zero point of what a code is above the base.
   __device__ uint32_t zero_of(int row, uint32_t octet) const {
+    if constexpr (S::kKind == CodeKind::kUint8)
+      return S::Code::zero_of(128.0f - p_.weight.offset + static_cast<float>(octet & 0xffu));
     const float zero = (p_.weight.offset - 8.0f - static_cast<float>(octet & 0xffu)) / unit(row);
     return pack_pair<typename S::Element>(zero, zero);
   }

@@ -22,7 +22,7 @@ namespace packed_gemm_few {
 constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring, one of which is read
 constexpr int kMostWarps = 16, kShared = 226 << 10;     // of a block
 
-// Zero points are subtracted as codes are decoded; scales and minima of Q4_K multiply and are added (Folded).
+// Zero points are subtracted as codes are decoded; scales and minima of small groups multiply and are added (Folding).
 enum class Minima { kNone, kSubtracted, kFolded };
 
 struct Problem {
@@ -35,7 +35,7 @@ struct Problem {
   int tokens, units, groups, blocks, stages;  // blocks: of 256 columns
   int steps;                                  // of 16 columns that are scaled together: 1, 2, 4 or 8
   int segments_log2, row_blocks, each;        // blocks of 16 rows; such of a block of threads
-  int x_pitch, stage_bytes, minima_at, supers_at;
+  int x_pitch, stage_bytes, minima_at, supers_at, lows_at;
 };
 
 template <class T, CodeKind kKind, Minima kMinima>
@@ -74,7 +74,8 @@ class Feed {
     };
     const int of_scales = 32 * bytes_of(w.scales_kind);
     section(w.scales, of_scales, p.groups, of_scales * items, p.stages_of_group);
-    if (S::kSubtracts || S::kFolds) section(w.minima, 32, p.groups, 32 * items, p.stages_of_group);
+    const int of_minima = 32 * bytes_of(w.minima_kind);
+    if (S::kSubtracts || S::kFolds) section(w.minima, of_minima, p.groups, of_minima * items, p.stages_of_group);
     section(w.supers, 64, p.blocks, 64, 2);
     if (S::kFolds) section(w.lows, 64, p.blocks, 64, 2);
   }
@@ -139,7 +140,7 @@ class Multiplier {
         table_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)) {}
 
   // kSteps: of 16 columns that are scaled together.
-  template <int kSteps>
+  template <int kSteps, Fold kFold>
   __device__ __forceinline__ void multiply(uint32_t stage) {
     const uint32_t lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
@@ -147,10 +148,11 @@ class Multiplier {
       words_[n / Code::kPlanes][n % Code::kPlanes] = load_shared_16(stage + n * 512 + (8 * c + lane / 4) * 16);
     // Lanes of a row share the work: each has the factors of a group, or of two.
     constexpr int kItems = 8 / kSteps, kMine = kItems == 8 ? 2 : 1;
+    using Folds = Folding<T, S::kCodes, kFold>;
     float2 scales[kMine];
     uint32_t pairs[kMine][2];
     if constexpr (S::kFolds) {
-      prepare_folded(stage, scales[0], pairs[0]);
+      fold<Folds, kItems>(stage, scales[0], pairs);
     } else {
       prepare<kItems>(stage, scales, pairs);
     }
@@ -159,9 +161,9 @@ class Multiplier {
     for (int j = 0; j < 8; ++j) {
       const int item = j / kSteps, from = item % 4, own = item / 4;
       if (j % kSteps == 0) {
-        if constexpr (S::kFolds || (S::kSubtracts && kItems > 1)) {
+        if constexpr (S::kFolds) {
           now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
-          now_[1] = __shfl_sync(~0u, pairs[own][1], from, 4);
+          now_[1] = Folds::kAdds ? __shfl_sync(~0u, pairs[own][1], from, 4) : Folds::middle(now_[0]);
         } else if constexpr (S::kSubtracts) {
           now_[0] = pairs[0][0];
           now_[1] = pairs[0][1];
@@ -169,11 +171,15 @@ class Multiplier {
         if (!S::kFolds || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
-      decode(a, j);
+      if constexpr (S::kFolds) {
+        Folds::fragment(a, words_[j / 4], j % 4, now_[0], now_[1]);
+      } else {
+        decode(a, j);
+      }
       const uint2 x = load_shared_8(x_ + j * 32);
       mma_16x8x16<T>(sum, a, x.x, x.y);
       if ((j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
-      float2 scale = scales[own];
+      float2 scale = scales[S::kFolds ? 0 : own];
       if constexpr (!S::kFolds && kItems > 1) {
         scale.x = __shfl_sync(~0u, scale.x, from, 4);
         scale.y = __shfl_sync(~0u, scale.y, from, 4);
@@ -185,16 +191,37 @@ class Multiplier {
   }
 
  private:
-  // One of 256 columns has one of scales; s and m of a group as pairs of the two rows.
-  __device__ __forceinline__ void prepare_folded(uint32_t stage, float2& scale, uint32_t (&pairs)[2]) const {
-    const uint32_t supers = stage + p_.supers_at + place_ * 2;
-    const Folded<T> folded(load_shared_4(supers), load_shared_4(supers + 64), global_, p_.weight.offset);
-    const uint32_t at = stage + S::kCodeBytes + threadIdx.x % 4 * 32 + place_;
-    const uint32_t octets = load_shared_2(at), minima = load_shared_2(at + 128);
-    scale = folded.unit();
-    pairs[0] = folded.pair(octets, minima, false);
-    pairs[1] = folded.pair(octets, minima, true);
+  // scale: of all sums of the stage; pairs: s and m of groups as they are multiplied.
+  template <class Folds, int kItems, int kMine>
+  __device__ __forceinline__ void fold(uint32_t stage, float2& scale, uint32_t (&pairs)[kMine][2]) const {
+    const PackedWeight& w = p_.weight;
+    const auto factors_of = [&](int n) {
+      const int at = (threadIdx.x % 4 % kItems + 4 * n) * 32 + place_;
+      return typename Folds::Factors(
+          w, global_,
+          {stage + S::kCodeBytes + at * bytes_of(w.scales_kind), stage + p_.supers_at + place_ * 2,
+           stage + p_.minima_at + at * bytes_of(w.minima_kind), stage + p_.lows_at + place_ * 2});
+    };
+    float2 units = make_float2(1.0f, 1.0f);
+    scale = make_float2(Folds::kUnit, Folds::kUnit);
+    if constexpr (kIsHalf<T>) {
+      float2 most = factors_of(0).largest();
+      if (kMine == 2) most = larger(most, factors_of(kMine - 1).largest());
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2)
+        most = larger(most, make_float2(__shfl_xor_sync(~0u, most.x, mask), __shfl_xor_sync(~0u, most.y, mask)));
+      most = make_float2(power_below(most.x), power_below(most.y));
+      scale = make_float2(scale.x * most.x, scale.y * most.y);
+      units = make_float2(inverse_of_power(most.x), inverse_of_power(most.y));
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const auto factors = factors_of(n);
+      pairs[n][0] = factors.scales(units);
+      pairs[n][1] = factors.minima(units);
+    }
   }
+  __device__ static float2 larger(float2 a, float2 b) { return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
 
   template <int kItems, int kMine>
   __device__ __forceinline__ void prepare(uint32_t stage, float2 (&scales)[kMine], uint32_t (&zeros)[kMine][2]) const {
@@ -237,9 +264,7 @@ class Multiplier {
 
   __device__ __forceinline__ void decode(uint32_t (&a)[4], int j) const {
     const auto& words = words_[j / 4];
-    if constexpr (S::kFolds) {
-      Code::fragment_folded(a, words, j % 4, now_[0], now_[1]);
-    } else if constexpr (S::kSubtracts) {
+    if constexpr (S::kSubtracts) {
       Code::fragment_less(a, words, j % 4, now_);
     } else if constexpr (S::kCodes == CodeKind::kUint4) {
       Code::fragment_in_place(a, words, j % 4);
@@ -303,20 +328,26 @@ __global__ void __launch_bounds__(kMostWarps * 32, S::kBlocks)
   Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2);
   cp_async_wait<kDepth - 3>();
   __syncthreads();
-  const auto run = [&]<int kSteps>() {
+  const auto run = [&]<int kSteps, Fold kFold = Fold::kNone>() {
     int free = last;
 #pragma unroll 1
     for (int i = begin, at = 0; i < end; ++i) {
       cp_async_wait<kDepth - 2>();
       __syncwarp();  // all lanes have done with the stage before
       feed.next(free);
-      multiplier.template multiply<kSteps>(ring + at);
+      multiplier.template multiply<kSteps, kFold>(ring + at);
       free = at;
       at = at == last ? 0 : at + p.stage_bytes;
     }
   };
   if constexpr (S::kFolds) {
-    run.template operator()<2>();
+    dispatch_fold(p.weight, p.steps, [&]<Fold kFold>() {
+      if (p.steps == 2) return run.template operator()<2, kFold>();
+      if (p.steps == 1) return run.template operator()<1, kFold>();
+      if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) run.template operator()<4, kFold>();
+    });
+  } else if constexpr (is_integer(S::kCodes)) {  // whose small groups are folded
+    run.template operator()<8>();
   } else {
     switch (p.steps) {
       case 8:
@@ -369,11 +400,13 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .x_pitch = 0,
             .stage_bytes = 0,
             .minima_at = 0,
-            .supers_at = 0};
+            .supers_at = 0,
+            .lows_at = 0};
   const int items = 8 / p.steps;
   p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
-  p.supers_at = p.minima_at + items * 32 * (S::kSubtracts || S::kFolds);
-  p.stage_bytes = p.supers_at + 64 * has_supers(w.scales_kind) + 64 * S::kFolds;
+  p.supers_at = p.minima_at + items * 32 * bytes_of(w.minima_kind);
+  p.lows_at = p.supers_at + 64 * has_supers(w.scales_kind);
+  p.stage_bytes = p.lows_at + 64 * (w.lows != nullptr);
   if (p.stage_bytes - S::kCodeBytes > 32 * 16) return false;  // more than a copy for each lane
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   while (p.each * segments > kMostWarps) p.each = (p.each + 1) / 2;
@@ -403,7 +436,11 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
       was_launched = launch_shape<Shape<T, kKind, kMinima>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w)) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
+    if (is_folded(w)) {
+      if (w.group_size % kColumns == 0) return;
+      if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
+      return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
+    }
     if (is_uint4 && w.minima_kind == MinimumKind::kZero)
       return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
     if (w.minima_kind != MinimumKind::kNone) return;
