@@ -58,6 +58,36 @@ def test_more_than_caches_hold(array):
     run(array, x, swizzled=False)
 
 
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=name_of)
+def test_more_than_fill_a_gpu(array, dtype):
+    """So many that a thread has two rows, the last of which may have no second one."""
+    if array.name not in ("numpy", "cupy"):
+        pytest.skip("one library is enough")
+    some = rows((301, 4096), dtype, odd=True)
+    codes, scales = reference.nvfp4(some, 30.0)
+    count = 17017 if array.device == "cuda" else 1001
+    x, codes, scales = (np.resize(v.view(f"u{v.itemsize}"), (count, v.shape[1])) for v in (some, codes, scales))
+    x, q = array.input(x.view(dtype)), array.output(np.full(codes.shape, 0xAA, np.uint8))
+    for tile_rows in (128, 8, None):
+        wanted = reference.swizzled(scales, tile_rows) if tile_rows else scales
+        s = array.output(np.full(wanted.shape, 0x77, np.uint8))
+        pykv.scaled_fp4_quant(q, s, x, 30.0, tile_rows is not None, False, tile_rows or 128)
+        assert_same_bits(array.numpy(s), np.ascontiguousarray(wanted))
+        assert_same_bits(array.numpy(q), codes)
+    # of experts, among them some that end within what a warp has
+    sizes = [count // 2 + 3, 0, 1, 15, 17, 130]
+    sizes.append(count - sum(sizes))
+    first, padded_sizes = np.concatenate([[0], np.cumsum(sizes)]), -(-np.array(sizes) // 128) * 128
+    scales_first = np.concatenate([[0], np.cumsum(padded_sizes)])
+    tiles = [reference.swizzled(part) for part in np.split(scales, first[1:-1])]
+    wanted = np.concatenate([t.reshape(n, -1) for t, n in zip(tiles, padded_sizes, strict=True) if n])
+    q, s = array.output(np.full(codes.shape, 0xAA, np.uint8)), array.output(np.full(wanted.shape, 0x77, np.uint8))
+    offsets = [array.input(v.astype(np.int32)) for v in (first, scales_first)]
+    pykv.scaled_fp4_experts_quant(q, s, x, array.input(np.full(len(sizes), 30, F)), *offsets)
+    assert_same_bits(array.numpy(s), wanted)
+    assert_same_bits(array.numpy(q), codes)
+
+
 @DTYPES
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (5, 64), (130, 160), (256, 80), (33, 1024)])
@@ -135,6 +165,11 @@ def test_alignment(array, offset):
 @pytest.mark.parametrize("shape", [(1, 32), (5, 128), (130, 288)])
 def test_silu(array, dtype, shape):
     run(array, rows(shape, dtype), gated=True)
+
+
+@given(odd_rows(st.integers(1, 6).map(lambda n: 32 * n)), st.integers(0, 3))
+def test_any_silu(x, offset):
+    run(Numpy(), x, 7.0, gated=True, offset=offset)
 
 
 def test_four_over_six_is_closer(array):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from libraries import Numpy
 from quantization import reference
-from quantization.inputs import F, assert_same_bits, rows
+from quantization.inputs import F, assert_same_bits, odd_rows, rows
 from quantization.reference import E4M3
 from quantization.test_fp4_quant import silu_and_mul
 from rows import FLOATS, name_of, padded
@@ -53,6 +56,19 @@ def test_situ_of_valid_rows(array, dtype):
     situ(array, x, 64, offset=1)
 
 
+@given(
+    st.sampled_from([16, 48, 128]).flatmap(
+        lambda size: st.tuples(st.just(size), odd_rows(st.integers(1, 3).map(lambda n: 2 * n * size)))
+    ),
+    st.sampled_from([(1.0, -1.0), (0.3, 2.0), (40.0, 0.0)]),
+    st.none() | st.integers(-1, 50),
+    st.integers(0, 3),
+)
+def test_any_situ(sized, betas, valid, offset):
+    size, x = sized
+    situ(Numpy(), x[(0,) * (x.ndim - 2)], size, *betas, valid=valid, offset=offset)
+
+
 def masked(array, x, counts, size=128, *, ue8m0=False, packed=False, kind=E4M3, scales=None):
     experts, count, width = x.shape
     codes, wanted = reference.groups(silu_and_mul(array, x), size, kind, ue8m0=ue8m0)
@@ -79,6 +95,20 @@ def test_masked(array, dtype):
     masked(array, x, [5, 0, 4], scales=column_major)
     column_major = np.full((3, 1, 8), 7, np.int32)[..., :5].transpose(0, 2, 1)
     masked(array, x, [5, 0, 4], ue8m0=True, packed=True, scales=column_major)
+
+
+@given(
+    st.sampled_from([32, 48, 128]).flatmap(
+        lambda size: st.tuples(st.just(size), odd_rows(st.integers(1, 3).map(lambda n: 2 * n * size)))
+    ),
+    st.integers(-1, 50),
+    st.sampled_from([(False, False), (True, False), (True, True)]),
+)
+def test_any_masked(sized, count, form):
+    size, x = sized
+    x = x.reshape(-1, *x.shape[-2:]) if x.ndim != 2 else x[None]
+    counts = np.clip([count, 2, 0, 9, 1, count][: len(x)], -1, x.shape[1]).tolist()
+    masked(Numpy(), x, counts, size, ue8m0=form[0], packed=form[1])
 
 
 def test_refused(array):

@@ -55,6 +55,28 @@ def test_many_blocks(array, dtype, kind, mode):
     run(array, rows((300, 1024), dtype, odd=True), kind, mode)
 
 
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=name_of)
+def test_more_than_fill_a_gpu(array, dtype):
+    """So many that a thread has two rows of mxfp4."""
+    if array.name not in ("numpy", "cupy"):
+        pytest.skip("one library is enough")
+    some = rows((301, 4096), dtype, odd=True)
+    codes, scales = reference.mx(some, 4, "ocp")
+    count = 17017 if array.device == "cuda" else 1001
+    x, codes, scales = (np.resize(v.view(f"u{v.itemsize}"), (count, v.shape[1])) for v in (some, codes, scales))
+    x, tiles = array.input(x.view(dtype)), reference.swizzled(scales)
+    for wanted, swizzled in ((tiles, True), (scales, False)):
+        q, s = array.output(np.full(codes.shape, 0xAA, np.uint8)), array.output(np.full(wanted.shape, 0x77, np.uint8))
+        pykv.mxfp4_quantize(q, s, x, swizzled, "ocp")
+        assert_same_bits(array.numpy(s), wanted)
+        assert_same_bits(array.numpy(q), codes)
+    q, s = array.output(np.full(codes.shape, 0xAA, np.uint8)), array.output(np.full(tiles.shape, 0x77, np.uint8))
+    first, scales_first = (array.input(np.array([0, n], np.int32)) for n in (count, len(tiles)))
+    pykv.mxfp4_experts_quant(q, s, x, first, scales_first, 1, "ocp")
+    assert_same_bits(array.numpy(s), tiles)
+    assert_same_bits(array.numpy(q), codes)
+
+
 @KINDS
 @MODES
 def test_powers_of_two_and_next_to_them(array, kind, mode):

@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <iterator>
 #include <string>
+#include <string_view>
 
 #include "attention/cuda/plan.h"
 #include "core/call.h"
@@ -42,6 +43,17 @@ constexpr const char* kNames[] = {
 };
 static_assert(std::size(kNames) == kKernels);
 
+// What is known of a kind of device without asking one; chips of a kind differ in which SMs they lack, and so in how many clusters
+// find room.
+constexpr DeviceInfo kA100 = {108, 80, false, 163 << 10, 164 << 10, 2048, {}};
+constexpr DeviceInfo kHopper = {132,
+                                90,
+                                true,
+                                227 << 10,
+                                228 << 10,
+                                2048,
+                                {{0, 132, 66, 43, 32, 24, 20, 15, 15}, {0, 264, 132, 86, 64, 48, 40, 30, 30}}};
+
 thread_local bool only_planning = false;
 thread_local const DeviceInfo* planned_for = nullptr;
 thread_local Plan plan{};
@@ -54,6 +66,11 @@ bool only_plans() { return only_planning; }
 void only_plan(bool on) { only_planning = on; }
 Plan& last_plan() { return plan; }
 const DeviceInfo* planned_device() { return planned_for; }
+
+const DeviceInfo* device_called(const char* name) {
+  const std::string_view wanted = name;
+  return wanted == "A100" ? &kA100 : wanted == "H100" || wanted == "H200" ? &kHopper : nullptr;
+}
 
 const char* plan_text() {
   static thread_local std::string text;

@@ -23,14 +23,15 @@ inline Floats with_sign_of(Floats magnitude, Floats x) {
                             __builtin_bit_cast(Words, magnitude) | (__builtin_bit_cast(Words, x) & 0x80000000u));
 }
 
-// tanh x: near zero x + x^3 p(x^2), where 1 - 2 / (exp(2 |x|) + 1) would cancel.
+// tanh x: near zero x (1 + x^2 p(x^2)), where 1 - 2 / (exp(2 |x|) + 1) would cancel.  Not x + x^3 p: where x is a product itself, a
+// compiler has two products to choose one from for its fused step, and chooses differently from operation to operation.
 inline Floats exact_tanh(Floats x) {
   const Floats a = abs(x), s = x * x;
   Floats p = s * -0.00590586412f + 0.0208053807f;
   p = p * s - 0.0537866824f;
   p = p * s + 0.133319582f;
   p = p * s - 0.333332993f;
-  return a < 0.6f ? p * s * x + x : with_sign_of(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
+  return a < 0.6f ? (p * s + 1.0f) * x : with_sign_of(1.0f - 2.0f / (exp(2.0f * a) + 1.0f), x);
 }
 
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))

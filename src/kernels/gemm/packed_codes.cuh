@@ -457,7 +457,7 @@ struct Folding {
   static constexpr bool kIsNarrow = kKind == CodeKind::kUint4;
   // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
   // inverse of that would be too large.
-  static constexpr float kUnit = kAdds ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p64f;
+  static constexpr float kUnit = kAdds ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
   static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
 
   // s and m of a group for rows g and 8 + g.
@@ -482,7 +482,7 @@ struct Folding {
   // What s of row g or 8 + g is to be multiplied by.
   __device__ static constexpr float of_scale(int row) {
     if (kAdds) return kIsHalf<T> ? 1.0f : !kIsNarrow ? 64.0f : row ? Codes<T, CodeKind::kUint4>::kOfSecond : 1.0f;
-    return (kIsHalf<T> ? 0x1p14f : 0x1p69f) / (kIsNarrow && row ? 16.0f : 1.0f);
+    return (kIsHalf<T> ? 0x1p14f : 0x1p101f) / (kIsNarrow && row ? 16.0f : 1.0f);
   }
   // What is added where there are no minima, by scales().
   __device__ static uint32_t middle(uint32_t scales) {

@@ -19,12 +19,12 @@ class GroupCopies {
         row_tile_(static_cast<int>(row_tile)),
         bytes_(bytes),
         count_(from ? 8 * bytes * p.items : 0),
-        of_stage_(p.weight.group_size == p.steps * 16 && p.groups % p.items == 0 ? p.items * 32 * bytes : 0) {
+        of_stage_(p.weight.group_size == p.steps * 16 && (p.groups & (p.items - 1)) == 0 ? p.items * 32 * bytes : 0) {
 #pragma unroll
     for (int n = 0; n < kPrepared; ++n) {
       int column;
       piece(threadIdx.x % 32 + n * 32, at_[n], column);
-      if (of_stage_ > 0) at_[n] += column / (p.steps * 16) * (32 * bytes);
+      if (of_stage_ > 0) at_[n] += int64_t{p.groups_by.quotient(column)} * (32 * bytes);
     }
   }
   // Of stage i.
@@ -49,12 +49,12 @@ class GroupCopies {
  private:
   static constexpr int kPrepared = 2;  // those of GGUF seldom have more
 
-  // Where a piece lies in the first group, and its columns in a stage.
+  // Where a piece lies in the first group, and its columns in a stage.  All sizes are powers of two: no quotients.
   __device__ void piece(int n, const uint8_t*& at, int& column) const {
-    const int of_group = 2 * bytes_, of_band = of_group * p_.items;
-    const int band = min(row_tile_ * 4 + n / of_band, p_.bands - 1);
-    at = from_ + int64_t{band} * p_.groups * 32 * bytes_ + n % of_group * 16;
-    column = n % of_band / of_group * p_.steps * 16;
+    const int of_group = 31 - __clz(2 * bytes_ | 1), of_band = of_group + 31 - __clz(p_.items);
+    const int band = min(row_tile_ * 4 + (n >> of_band), p_.bands - 1);
+    at = from_ + int64_t{band} * p_.groups * 32 * bytes_ + (n & ((1 << of_group) - 1)) * 16;
+    column = ((n & ((1 << of_band) - 1)) >> of_group) * p_.steps * 16;
   }
 
   const Problem& p_;

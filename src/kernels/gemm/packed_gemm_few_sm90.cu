@@ -44,6 +44,7 @@ struct Shape {
   using Code = Codes<T, kKind>;
   static constexpr CodeKind kCodes = kKind;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
+  static constexpr bool kRunsOn = kFolds && !kIsHalf<T>;  // one sum for all of a segment
   static constexpr int kCodeBytes = Code::kPlanes * 1024;
   static constexpr int kBlocks = kKind == CodeKind::kUint4 ? 2 : 1;  // of an SM, for which there are registers
 };
@@ -156,7 +157,8 @@ class Multiplier {
     } else {
       prepare<kItems>(stage, scales, pairs);
     }
-    float sum[4];
+    float of_groups[4];
+    float (&sum)[4] = S::kRunsOn ? total : of_groups;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int item = j / kSteps, from = item % 4, own = item / 4;
@@ -168,7 +170,7 @@ class Multiplier {
           now_[0] = pairs[0][0];
           now_[1] = pairs[0][1];
         }
-        if (!S::kFolds || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        if (!S::kRunsOn && (!S::kFolds || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
       if constexpr (S::kFolds) {
@@ -178,7 +180,7 @@ class Multiplier {
       }
       const uint2 x = load_shared_8(x_ + j * 32);
       mma_16x8x16<T>(sum, a, x.x, x.y);
-      if ((j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
+      if (S::kRunsOn || (j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
       float2 scale = scales[S::kFolds ? 0 : own];
       if constexpr (!S::kFolds && kItems > 1) {
         scale.x = __shfl_sync(~0u, scale.x, from, 4);
@@ -339,6 +341,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, S::kBlocks)
       free = at;
       at = at == last ? 0 : at + p.stage_bytes;
     }
+    if constexpr (S::kRunsOn)
+      for (float& x : multiplier.total) x *= Folding<typename S::Element, S::kCodes, kFold>::kUnit;
   };
   if constexpr (S::kFolds) {
     dispatch_fold(p.weight, p.steps, [&]<Fold kFold>() {

@@ -4,8 +4,9 @@
 // decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
 // tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One thread
 // fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes and x by bulk copies.  Three or seven warps make what the
-// sums of groups are multiplied by: of whatever kind scales and minima are, the multiplying warps read floats.  They also copy rows
-// of x that a tensor map cannot describe (packed_feed_sm90.cuh).
+// sums of groups are multiplied by: of whatever kind scales are, the multiplying warps read floats.  They also copy rows of x that a
+// tensor map cannot describe (packed_feed_sm90.cuh).  Integers in small groups are multiplied by their scales as they are decoded
+// (Folding in packed_codes.cuh): the multiplying warps read factors as they are stored.
 //
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
@@ -16,9 +17,9 @@
 // block sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added in the same
 // order: a row of out has the same bits whatever the number of rows.
 //
-// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 24,
-// 256 58.6.  What bounds many is how long a warp takes over its instructions, not the matrix units (docs/log/packed_gemm.md): 4096 tokens take
-// 0.91 ms, 600 TFLOP/s.
+// int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 23,
+// 256 54.  What bounds many is that instructions beside wgmma take their time from it (docs/log/packed_gemm.md), so weights that
+// are scaled as they are decoded have one sum for all of a segment: 4096 tokens take 0.87 to 0.96 ms.
 #include "cuda/cluster.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/vec.cuh"
@@ -267,7 +268,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;

@@ -20,13 +20,17 @@ class Multiplier {
       S::kScalesCodes ? 8 : kSteps;                     // of 16 columns that are summed before they are scaled
   static constexpr int kSums = S::kTokens / 2;          // of a lane
   static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
+  // What a sum begins with: -0 + x is x, whatever its sign.
+  static constexpr float kNothing = S::kRunsOn ? -0.0f : 0.0f;
 
  public:
-  float total[kSums] = {};  // over a segment; in the end over all, where one block has all
+  float total[kSums];  // over a segment; in the end over all, where one block has all
 
   // shift: bytes from p.weight to the one that is meant
   __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
       : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
+#pragma unroll
+    for (float& x : total) x = kNothing;
     if constexpr (S::kScalesCodes)
       global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt));
     const int lane = threadIdx.x % 32, c = lane % 4;
@@ -83,9 +87,10 @@ class Multiplier {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
     const auto end_segment = [&] {
+      if constexpr (S::kRunsOn) take_sums<kFold>();
       if (p_.keeps()) {
         if (!S::kLastInRing || segment + 1 < (part + 1) * p_.each) keep(segment % (p_.each * S::kParts));
-      } else {
+      } else if constexpr (!S::kRunsOn) {
         join(segment);
       }
       ++segment;
@@ -95,14 +100,17 @@ class Multiplier {
     if (range.begin == range.end) return;
     Turn turn;
     turn.advance(part % S::kParts, p_.stages);
+    if constexpr (S::kRunsOn && !S::kFew) {
+      run_on<kSteps, kFold>(range, turn, segment_end, end_segment);
+      return;
+    }
     if constexpr (!S::kFew) {
       wait_full(turn);
       decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
       if constexpr (kTogether<kSteps> == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
     }
     const auto end_stage = [&](int i) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
+      release(turn);
       turn.advance(S::kParts, p_.stages);
       if (i + 1 == segment_end) end_segment();
     };
@@ -121,6 +129,46 @@ class Multiplier {
       run_stage<kSteps, true, kFold>(turn);
       end_stage(range.end - 1);
     }
+  }
+
+  // The same where sums run on to the end of a segment: products of half a stage are under way while the next codes are decoded.
+  template <int kSteps, Fold kFold, class End>
+  __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
+                                         const End& end_segment) {
+    wait_full(turn);
+    decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
+    multiply<0, 4>(a_[0], ring_.at(turn), true);
+    Turn before = turn;
+#pragma unroll 1
+    for (int i = range.begin; i < range.end; ++i) {
+      const uint32_t stage = ring_.at(turn);
+      if (i > range.begin) {
+        wgmma_wait<1>();
+        release(before);
+      }
+      decode<kSteps, kFold>(a_[1], stage, 1);
+      multiply<0, 4>(a_[1], stage + S::kXBytes, false);
+      before = turn;
+      turn.advance(1, p_.stages);
+      const bool ends = i + 1 == segment_end, goes_on = i + 1 < range.end;
+      if (goes_on) {
+        wgmma_wait<1>();
+        wait_full(turn);
+        decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
+      }
+      if (ends) {
+        wgmma_wait<0>();
+        end_segment();
+      }
+      if (goes_on) multiply<0, 4>(a_[0], ring_.at(turn), ends);
+    }
+    wgmma_wait<0>();  // they have ended; the compiler does not know
+    release(before);
+  }
+
+  __device__ void release(const Turn& turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
   }
 
   template <int kSteps, Fold kFold>
@@ -143,8 +191,8 @@ class Multiplier {
         constexpr int kMask = kTogether<kSteps> - 1;
         const int step = unit * 4 + j;
         if (!kAhead) load_x(x, stage + unit * S::kXBytes, j);
-        multiply_at_once(a_[0][j], x, j, (step & kMask) == 0);
-        if ((step & kMask) != kMask) continue;
+        multiply_at_once(a_[0][j], x, j, !S::kRunsOn && (step & kMask) == 0);
+        if (S::kRunsOn || (step & kMask) != kMask) continue;
         add_scaled(scales<kFold>(stage, step / kTogether<kSteps>));
       }
     }
@@ -311,7 +359,7 @@ class Multiplier {
   template <int kFirst, int kCount>
   __device__ void multiply(const uint32_t (&a)[4][4], uint32_t x, bool anew) {
     const uint64_t matrix = wgmma_matrix(x, 1024);
-    if (anew) wgmma_pin(sum_);
+    if (!S::kRunsOn && anew) wgmma_pin(sum_);
     wgmma_begin();
 #pragma unroll
     for (int j = kFirst; j < kFirst + kCount; ++j)
@@ -370,6 +418,18 @@ class Multiplier {
     return load_shared_float2(stage + p_.units_at + (warp_ / 2 * 32 + place()) * 4);
   }
 
+  // Adds the sums of a segment that ran on to total.
+  template <Fold kFold>
+  __device__ void take_sums() {
+    if constexpr (!S::kFew) wgmma_pin(sum_);
+    const float unit = S::kFolds ? Folding<T, S::kKind, kFold>::kUnit : global_;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      total[i] = __fadd_rn(total[i], __fmul_rn(unit, sum_[i]));
+      if constexpr (S::kFew) sum_[i] = 0.0f;
+    }
+  }
+
   // Where sums of segments lie.
   __device__ uint32_t kept() const { return ring_.data + p_.stages * p_.stage_bytes; }
 
@@ -377,7 +437,7 @@ class Multiplier {
   __device__ void keep(int piece) {
     store(kept() + piece * S::kSumBytes);
 #pragma unroll
-    for (float& x : total) x = 0.0f;
+    for (float& x : total) x = kNothing;
   }
 
   // Adds those of a segment to those of the segments before.
@@ -408,7 +468,7 @@ class Multiplier {
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float global_;
-  float sum_[kSums];
+  float sum_[kSums] = {};
   uint32_t a_[2][4][4];
 };
 

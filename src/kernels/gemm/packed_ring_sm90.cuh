@@ -52,6 +52,8 @@ struct Shape {
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   static constexpr bool kPrepares =
       !kFolds || kHasUnits;  // warps make factors, and one barrier tells of them and of codes
+  // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
+  static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.

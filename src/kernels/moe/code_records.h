@@ -6,6 +6,7 @@
 
 #include "core/args.h"
 #include "cpu/isa.h"
+#include "quantization/group_quant.h"
 
 namespace pykv {
 
@@ -51,5 +52,14 @@ struct CodeRecordsArgs {
 
 PYKV_CPU_TWIN(code_records_cpu, CodeRecordsArgs)
 void code_records_cuda(const CodeRecordsArgs& args, const Launch& launch);
+
+// The same from x itself, where blocks of it have scales (group_quant): no records of tokens.
+struct BlockRecordsArgs {
+  CodeRecordsArgs records;
+  GroupQuantArgs quant;   // of x
+  const int32_t* places;  // [num_pairs]: negative ones are none
+};
+// False: not with these arrays.
+bool block_records_cuda(const BlockRecordsArgs& args, const Launch& launch);
 
 }  // namespace pykv

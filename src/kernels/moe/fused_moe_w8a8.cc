@@ -178,8 +178,11 @@ void run_quantised_moe(const QuantisedMoeArgs& a, const QuantisedMoeTwins& twins
   SumRowsArgs sum = a.sum;
   if (a.sort.num_pairs != 0) twins.sort(a.sort, launch);
   if (a.sort.num_pairs != 0 && a.sort.num_listed != 0 && a.second.k != 0) {
-    run(a.first_coder, twins, launch);
-    twins.records(a.records, launch);
+    if (!a.in_blocks || !twins.block_records ||
+        !twins.block_records({a.records, a.first_coder.groups, a.sort.places}, launch)) {
+      run(a.first_coder, twins, launch);
+      twins.records(a.records, launch);
+    }
     twins.multiply(a.first, launch);
     if (!a.activates_in_coder()) {
       if (a.gated.width != 0) (twins.on_cuda ? a.activation->gated_cuda : a.activation->gated_cpu)(a.gated, launch);
@@ -202,7 +205,7 @@ void quantised_moe_cpu(const QuantisedMoeArgs& args, const Launch& launch) {
   a.use(args.workspace ? args.workspace : own.get());
   run_quantised_moe(a,
                     {sort_pairs_cpu, group_quant_cpu, row_quant_cpu, static_quant_cpu, code_records_cpu, scaled_mm_cpu,
-                     sum_rows_cpu, false},
+                     sum_rows_cpu, nullptr, false},
                     launch);
 }
 

@@ -10,7 +10,7 @@ void quantised_moe_cuda(const QuantisedMoeArgs& args, const Launch& launch) {
     a.use(memory);
     run_quantised_moe(a,
                       {sort_pairs_cuda, group_quant_cuda, row_quant_cuda, static_quant_cuda, code_records_cuda,
-                       scaled_mm_cuda, sum_rows_cuda, true},
+                       scaled_mm_cuda, sum_rows_cuda, block_records_cuda, true},
                       launch);
   });
 }

@@ -80,6 +80,7 @@ struct QuantisedMoeTwins {
   Twin<CodeRecordsArgs> records;
   Twin<ScaledMmArgs> multiply;
   Twin<SumRowsArgs> sum;
+  bool (*block_records)(const BlockRecordsArgs& args, const Launch& launch);  // null: there is none
   bool on_cuda;
 };
 void run_quantised_moe(const QuantisedMoeArgs& args, const QuantisedMoeTwins& twins, const Launch& launch);

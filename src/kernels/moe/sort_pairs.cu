@@ -12,9 +12,9 @@
 #include <algorithm>
 
 #include "cuda/cluster.cuh"
+#include "cuda/clusters_at_once.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
-#include "cuda/large_clusters.cuh"
 #include "moe/sort_pairs.h"
 
 namespace pykv {
@@ -219,12 +219,22 @@ __device__ void sort_few(const SortPlan& plan, int64_t adapter, int64_t list) {
   const uint32_t lane = threadIdx.x, count = static_cast<uint32_t>(a.num_pairs);
   int32_t* const sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
   int32_t* const blocks = a.blocks ? a.blocks + list * a.blocks_stride : nullptr;
+  __shared__ int32_t bins[32];
   const int32_t bin = lane < count ? bin_of(plan, lane, adapter, true) : -1;
+  if (a.offsets && lane < 32) bins[lane] = bin >= 0 ? bin : INT32_MAX;
   if (sorted)
     for (int64_t i = threadIdx.x; i < a.capacity; i += blockDim.x) sorted[i] = a.sentinel;
   if (blocks)
     for (int64_t i = threadIdx.x; i < a.num_blocks; i += blockDim.x) blocks[i] = -1;
   __syncthreads();
+  if (a.offsets) {  // of blocks of one place each
+    for (int32_t b = threadIdx.x; b <= plan.num_listed; b += blockDim.x) {
+      int32_t before = 0;
+#pragma unroll 8
+      for (const int32_t other : bins) before += other < b;
+      a.offsets[b] = before;
+    }
+  }
   if (lane >= 32) return;
   const uint32_t same = __match_any_sync(kAllLanes, bin);
   const uint32_t lower = __popc(same & ((1u << lane) - 1));
@@ -345,7 +355,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
 bool has_room_for_most(const Launch& launch) {
-  return large_clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
+  return clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
 }
 
 }  // namespace
@@ -385,7 +395,8 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
   plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
   const int64_t threads = std::clamp(32 * plan.pair_warps, 256, kMaxThreads);
   while (plan.bin_lanes > 1 && threads * blocks * plan.clusters / plan.bin_lanes < args.num_listed) plan.bin_lanes /= 2;
-  const bool has_bins = args.offsets || args.wide_offsets || args.offsets_of_128 || args.problems1 || args.problems2;
+  const bool has_bins = (args.offsets && args.block_size != 1) || args.wide_offsets || args.offsets_of_128 ||
+                        args.problems1 || args.problems2;
   if (blocks == 1 && args.num_pairs <= 32 && !args.sizes.data && !args.keeps_all && !has_bins)
     plan.pair_warps = 0;  // sort_few
   const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);

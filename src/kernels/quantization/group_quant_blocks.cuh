@@ -16,30 +16,32 @@ namespace pykv {
 inline constexpr int kBlockThreads = 64, kUnit = 32;
 
 struct BlockPlan {
-  Divider across;  // units of a row; in tiles fours of them
-  uint32_t total;  // threads
-  uint32_t rows;   // with padding
-  bool pairs;      // the scales of a unit may be stored as one
+  Divider across;      // units of a row; in tiles fours of them
+  uint32_t total;      // threads
+  uint32_t rows;       // with padding
+  bool pairs;          // the scales of a unit may be stored as one
+  uint32_t row_step;   // to the next row of a thread that has two
+  int64_t scale_step;  // between their scales, bytes
 };
 
-// Where a thread's unit is: of its scales the distance in bytes from the first one.
+// Where a thread's unit is, or the first of two: of its scales the distance in bytes from the first one.
 struct BlockPlace {
   uint32_t row, unit, group;
   int64_t scale;
 };
 
-template <int kGroups>
+template <int kGroups, int kRows>
 __device__ BlockPlace place_of(const GroupQuantArgs& args, const BlockPlan& plan, uint32_t n) {
   BlockPlace at;
   if (args.tile_bits == 0) {
-    at.row = plan.across(n, at.unit);
+    at.row = plan.across(n, at.unit) * kRows;
     at.group = at.unit * kGroups;
     at.scale = at.row * args.scale_rows.stride0 + at.group * args.scale_group;
     return at;
   }
   const uint32_t m = n / 4 % 8;
   uint32_t four;
-  const uint32_t octet = plan.across(n / 32, four);
+  const uint32_t octet = plan.across(n / 32, four) * kRows;
   at.unit = four * 4 + n % 4;
   at.group = at.unit * kGroups;
   int64_t word;
@@ -171,53 +173,66 @@ __device__ void encode_unit(const GroupQuantArgs& args, const Nvfp4Rule& rule, f
   }
 }
 
-template <class T, class Source, QuantScale kScale, QuantCode kCodes, bool kChoose, int kMinBlocks>
+// kRows: of a thread, one or two.  Two share what a thread does once; with one there are more threads, which few tokens want.
+template <class T, class Source, QuantScale kScale, QuantCode kCodes, bool kChoose, int kRows, int kMinBlocks>
 __global__ __launch_bounds__(kBlockThreads, kMinBlocks) void block_kernel(const __grid_constant__ GroupQuantArgs args,
                                                                           const __grid_constant__ BlockPlan plan) {
   constexpr int kSize = kPackSize<T>, kCount = kLanePacks<T>, kGroups = kScale == QuantScale::kE4M3 ? 2 : 1;
   constexpr int kBytes = kCodes == QuantCode::kE2M1 ? kUnit / 2 : kUnit;
   const uint32_t n = blockIdx.x * blockDim.x + threadIdx.x;
   const bool there = n < plan.total;
-  const BlockPlace at = place_of<kGroups>(args, plan, there ? n : 0);
+  const BlockPlace at = place_of<kGroups, kRows>(args, plan, there ? n : 0);
   const bool numbers = at.unit * kUnit < args.width;
   const uint32_t last = static_cast<uint32_t>(args.rows) - 1;
+  const auto row = [&](int r) { return at.row + r * plan.row_step; };
   // Those that are not there read another one's.
-  const T* const from = static_cast<const T*>(args.input) +
-                        (min(at.row, last) * args.input_rows.stride0 + (numbers ? at.unit * kUnit : 0));
+  const auto from = [&](int r) {
+    return static_cast<const T*>(args.input) +
+           (min(row(r), last) * args.input_rows.stride0 + (numbers ? at.unit * kUnit : 0));
+  };
   if (comes_early()) {
-    Source::prefetch(from, args.width);
-    Source::prefetch(from + kUnit / 2, args.width);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Source::prefetch(from(r), args.width);
+      Source::prefetch(from(r) + kUnit / 2, args.width);
+    }
   }
   begin_dependent();
 
-  typename Source::Raw raw[2][kCount];
+  typename Source::Raw raw[kRows][2][kCount];
 #pragma unroll
-  for (int k = 0; k < 2 * kCount; ++k) raw[k / kCount][k % kCount] = Source::load(from + k * kSize, args.width);
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int k = 0; k < 2 * kCount; ++k) raw[r][k / kCount][k % kCount] = Source::load(from(r) + k * kSize, args.width);
   const float global = kGroups == 2 ? float{args.given} : 1.0f;
-  const bool real = there && numbers && at.row <= last;
-  Vec<uint8_t, 16> codes[kBytes / 16];
-  GroupScale scale[2] = {};
-  if (__any_sync(0xffffffffu, real)) {
-    const Source source(args);
-    Pack<T> y[2][kCount];
+  const Nvfp4Rule rule(global);
 #pragma unroll
-    for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[k / kCount][k % kCount]);
-    encode_unit<kScale, kCodes, kChoose, T>(args, Nvfp4Rule(global), global, y, codes, scale);
-  }
-  if (there && at.row < plan.rows && at.group < args.scale_groups) {
-    uint8_t* const scales = static_cast<uint8_t*>(args.scales) + at.scale;
-    const uint32_t first = real ? scale[0].stored : 0, second = real ? scale[1].stored : 0;
-    if (kGroups == 2 && plan.pairs) {
-      *reinterpret_cast<uint16_t*>(scales) = static_cast<uint16_t>(first | second << 8);
-    } else {
-      *scales = static_cast<uint8_t>(first);
-      if (kGroups == 2) scales[args.tile_bits ? 1 : args.scale_group] = static_cast<uint8_t>(second);
+  for (int r = 0; r < kRows; ++r) {
+    const bool real = there && numbers && row(r) <= last;
+    Vec<uint8_t, 16> codes[kBytes / 16];
+    GroupScale scale[2] = {};
+    if (__any_sync(0xffffffffu, real)) {
+      const Source source(args);
+      Pack<T> y[2][kCount];
+#pragma unroll
+      for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[r][k / kCount][k % kCount]);
+      encode_unit<kScale, kCodes, kChoose, T>(args, rule, global, y, codes, scale);
     }
-  }
-  if (real) {
-    uint8_t* const to = static_cast<uint8_t*>(args.out) + (at.row * args.out_rows.stride0 + at.unit * kBytes);
-    store_vec(to, codes[0]);
-    if constexpr (kBytes > 16) store_vec(to + 16, codes[1]);
+    if (there && row(r) < plan.rows && at.group < args.scale_groups) {
+      uint8_t* const scales = static_cast<uint8_t*>(args.scales) + (at.scale + r * plan.scale_step);
+      const uint32_t first = real ? scale[0].stored : 0, second = real ? scale[1].stored : 0;
+      if (kGroups == 2 && plan.pairs) {
+        *reinterpret_cast<uint16_t*>(scales) = static_cast<uint16_t>(first | second << 8);
+      } else {
+        *scales = static_cast<uint8_t>(first);
+        if (kGroups == 2) scales[args.tile_bits ? 1 : args.scale_group] = static_cast<uint8_t>(second);
+      }
+    }
+    if (real) {
+      uint8_t* const to = static_cast<uint8_t*>(args.out) + (row(r) * args.out_rows.stride0 + at.unit * kBytes);
+      store_vec(to, codes[0]);
+      if constexpr (kBytes > 16) store_vec(to + 16, codes[1]);
+    }
   }
 }
 

@@ -94,7 +94,8 @@ class ExpertLanes {
   float global_ = 1.0f;
 };
 
-template <class T, class Source, QuantScale kScale, QuantCode kCodes, int kMinBlocks>
+// kRows: of a thread, one or two; a warp has 8 rows as many times.
+template <class T, class Source, QuantScale kScale, QuantCode kCodes, int kRows, int kMinBlocks>
 __global__ __launch_bounds__(kBlockThreads, kMinBlocks) void expert_kernel(const __grid_constant__ GroupQuantArgs args,
                                                                            const __grid_constant__ ExpertPlan plan,
                                                                            Reporter report) {
@@ -103,14 +104,20 @@ __global__ __launch_bounds__(kBlockThreads, kMinBlocks) void expert_kernel(const
   constexpr int kBytes = kCodes == QuantCode::kE2M1 ? kUnit / 2 : kUnit;
   const uint32_t n = blockIdx.x * blockDim.x + threadIdx.x;
   uint32_t four;
-  const uint32_t first = plan.across(n / 32, four) * 8, unit = four * 4 + n % 4, group = unit * kGroups;
-  const uint32_t own = first + n / 4 % 8, last = static_cast<uint32_t>(args.rows) - 1, row = min(own, last);
+  const uint32_t first = plan.across(n / 32, four) * (8 * kRows), unit = four * 4 + n % 4, group = unit * kGroups;
+  const uint32_t last = static_cast<uint32_t>(args.rows) - 1;
   const bool numbers = unit * kUnit < static_cast<uint32_t>(args.width);
-  const T* const from =
-      static_cast<const T*>(args.input) + (row * args.input_rows.stride0 + (numbers ? unit * kUnit : 0));
+  const auto own = [&](int r) { return first + n / 4 % 8 + 8 * r; };
+  const auto from = [&](int r) {
+    return static_cast<const T*>(args.input) +
+           (min(own(r), last) * args.input_rows.stride0 + (numbers ? unit * kUnit : 0));
+  };
   if (comes_early()) {
-    Source::prefetch(from, args.width);
-    Source::prefetch(from + kUnit / 2, args.width);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Source::prefetch(from(r), args.width);
+      Source::prefetch(from(r) + kUnit / 2, args.width);
+    }
   }
   if (comes_early(1) && threadIdx.x == 0) {
     prefetch(args.of_experts.first.data);
@@ -119,56 +126,64 @@ __global__ __launch_bounds__(kBlockThreads, kMinBlocks) void expert_kernel(const
   }
   begin_dependent();
 
-  typename Source::Raw raw[2][kCount];
+  typename Source::Raw raw[kRows][2][kCount];
   WarpExpert expert;
   const auto load = [&] {
 #pragma unroll
-    for (int k = 0; k < 2 * kCount; ++k) raw[k / kCount][k % kCount] = Source::load(from + k * kSize, args.width);
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int k = 0; k < 2 * kCount; ++k)
+        raw[r][k / kCount][k % kCount] = Source::load(from(r) + k * kSize, args.width);
   };
   if (plan.by_lanes) {
     const ExpertLanes<kNvfp4> lanes(args, plan, first);
     load();
-    expert = lanes.of_rows(args, plan, first, min(first + 7, last));
+    expert = lanes.of_rows(args, plan, first, min(first + (8 * kRows - 1), last));
   } else {
     load();
   }
-  bool there = own <= last && group < args.scale_groups;
-  uint32_t scale_row = row + expert.distance;
-  if (!expert.known) {
-    const ScaleRow found = args.scale_row_of(row, report);
-    if (kNvfp4) expert.global = args.globals[found.expert];
-    there &= found.there;
-    scale_row = static_cast<uint32_t>(found.row);
-    clear_behind_last(args, there && found.last, scale_row, group);
-  } else if (expert.end <= first + 8) {
-    clear_behind_last(args, there && row + 1 == expert.end, scale_row, group);
-  }
-
-  const bool real = there && numbers;
-  Vec<uint8_t, 16> codes[kBytes / 16];
-  GroupScale scale[2] = {};
-  if (__any_sync(0xffffffffu, real)) {
-    const Source source(args);
-    Pack<T> y[2][kCount];
 #pragma unroll
-    for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[k / kCount][k % kCount]);
-    encode_unit<kScale, kCodes, false, T>(args, Nvfp4Rule(expert.global), expert.global, y, codes, scale);
-  }
-  if (there) {
-    // swizzled_place in 32 bits but for the tile
-    const uint32_t within = group / 4 * 512 + scale_row % 32 * 16 + scale_row / 32 % 4 * 4 + group % 4;
-    uint8_t* const scales = static_cast<uint8_t*>(args.scales) + (uint64_t{scale_row / 128} * plan.tile_bytes + within);
-    const uint32_t low = real ? scale[0].stored : 0, high = real ? scale[1].stored : 0;
-    if (kNvfp4) {
-      *reinterpret_cast<uint16_t*>(scales) = static_cast<uint16_t>(low | high << 8);
-    } else {
-      *scales = static_cast<uint8_t>(low);
+  for (int r = 0; r < kRows; ++r) {
+    const uint32_t row = min(own(r), last);
+    bool there = own(r) <= last && group < args.scale_groups;
+    uint32_t scale_row = row + expert.distance;
+    if (!expert.known) {
+      const ScaleRow found = args.scale_row_of(row, report);
+      if (kNvfp4) expert.global = args.globals[found.expert];
+      there &= found.there;
+      scale_row = static_cast<uint32_t>(found.row);
+      clear_behind_last(args, there && found.last, scale_row, group);
+    } else if (expert.end <= first + 8 * kRows) {
+      clear_behind_last(args, there && row + 1 == expert.end, scale_row, group);
     }
-  }
-  if (real) {
-    uint8_t* const to = static_cast<uint8_t*>(args.out) + (own * args.out_rows.stride0 + unit * kBytes);
-    store_vec(to, codes[0]);
-    if constexpr (kBytes > 16) store_vec(to + 16, codes[1]);
+
+    const bool real = there && numbers;
+    Vec<uint8_t, 16> codes[kBytes / 16];
+    GroupScale scale[2] = {};
+    if (__any_sync(0xffffffffu, real)) {
+      const Source source(args);
+      Pack<T> y[2][kCount];
+#pragma unroll
+      for (int k = 0; k < 2 * kCount; ++k) y[k / kCount][k % kCount] = source.value(raw[r][k / kCount][k % kCount]);
+      encode_unit<kScale, kCodes, false, T>(args, Nvfp4Rule(expert.global), expert.global, y, codes, scale);
+    }
+    if (there) {
+      // swizzled_place in 32 bits but for the tile
+      const uint32_t within = group / 4 * 512 + scale_row % 32 * 16 + scale_row / 32 % 4 * 4 + group % 4;
+      uint8_t* const scales =
+          static_cast<uint8_t*>(args.scales) + (uint64_t{scale_row / 128} * plan.tile_bytes + within);
+      const uint32_t low = real ? scale[0].stored : 0, high = real ? scale[1].stored : 0;
+      if (kNvfp4) {
+        *reinterpret_cast<uint16_t*>(scales) = static_cast<uint16_t>(low | high << 8);
+      } else {
+        *scales = static_cast<uint8_t>(low);
+      }
+    }
+    if (real) {
+      uint8_t* const to = static_cast<uint8_t*>(args.out) + (own(r) * args.out_rows.stride0 + unit * kBytes);
+      store_vec(to, codes[0]);
+      if constexpr (kBytes > 16) store_vec(to + 16, codes[1]);
+    }
   }
 }
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "cuda/clusters_at_once.cuh"
 #include "cuda/dependent_shared.cuh"
-#include "cuda/large_clusters.cuh"
 #include "cuda/vec.cuh"
 #include "sampling/row_exchange.cuh"
 #include "sampling/select.cuh"
@@ -74,7 +74,7 @@ template <auto kKernel>
 bool has_room_for(int64_t rows, int blocks, const Launch& launch) {
   if (blocks == 1) return rows <= num_sms(launch.device);
   constexpr int kSharedBytes = 160 << 10;
-  return rows <= large_clusters_at_once<kKernel>(launch, blocks, kSelectThreads, kSharedBytes);
+  return rows <= clusters_at_once<kKernel>(launch, blocks, kSelectThreads, kSharedBytes);
 }
 
 // How many blocks share a row, a power of 2: as many as there is room for at once, each with some work.

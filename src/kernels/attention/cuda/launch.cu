@@ -1,6 +1,6 @@
 // Paged attention on CUDA: from a plan to its launches.
+#include <initializer_list>
 #include <random>
-#include <type_traits>
 
 #include "attention/cuda/elements.cuh"
 #include "attention/cuda/launch.cuh"
@@ -174,23 +174,10 @@ LeftPieces left_pieces(const Problem& p, const Step& s) {
   return left;
 }
 
-// Of these, the one for the call's kind of cache elements.
-template <class F>
-F* of_kind(const PagedAttentionArgs& a, F* f16, std::type_identity_t<F>* bf16, std::type_identity_t<F>* e4m3 = nullptr,
-           std::type_identity_t<F>* e5m2 = nullptr, std::type_identity_t<F>* int8 = nullptr,
-           std::type_identity_t<F>* nvfp4 = nullptr) {
-  switch (a.kv_format) {
-    case KvFormat::kE4M3:
-      return e4m3;
-    case KvFormat::kE5M2:
-      return e5m2;
-    case KvFormat::kInt8:
-      return int8;
-    case KvFormat::kNvfp4:
-      return nvfp4;
-    default:
-      return a.dtype == DType::kFloat16 ? f16 : bf16;
-  }
+// Of these, in the order of the names below, the one for the call's kind of cache elements.
+LaunchOf* of_kind(const PagedAttentionArgs& a, std::initializer_list<LaunchOf*> launches) {
+  const size_t i = a.kv_format == KvFormat::kSame ? a.dtype != DType::kFloat16 : 1 + static_cast<size_t>(a.kv_format);
+  return i < launches.size() ? launches.begin()[i] : nullptr;
 }
 
 using F16 = Element16<half>;
@@ -204,30 +191,30 @@ LaunchOf* launch_of(KernelId kernel, const PagedAttentionArgs& a) {
   switch (kernel) {
     case KernelId::kMma:
     case KernelId::kMmaInvariant:
-      return of_kind(a, launch_mma<F16>, launch_mma<BF16>, launch_mma<E4M3>, launch_mma<E5M2>, launch_mma<Int8>,
-                     launch_mma<Nvfp4>);
+      return of_kind(a, {launch_mma<F16>, launch_mma<BF16>, launch_mma<E4M3>, launch_mma<E5M2>, launch_mma<Int8>,
+                         launch_mma<Nvfp4>});
     case KernelId::kVerifyLine:
-      return of_kind(a, launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>,
-                     launch_verify<Int8>);
+      return of_kind(
+          a, {launch_verify<F16>, launch_verify<BF16>, launch_verify<E4M3>, launch_verify<E5M2>, launch_verify<Int8>});
     case KernelId::kVerifyBlock:
     case KernelId::kVerifyCluster:
     case KernelId::kVerifySpans:
-      return of_kind(a, launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>);
+      return of_kind(a, {launch_verify_clusters<F16>, launch_verify_clusters<BF16>, launch_verify_clusters<E4M3>});
     case KernelId::kTokensLine:
     case KernelId::kTokensCluster:
     case KernelId::kTokensSpans:
     case KernelId::kTokensEither:
     case KernelId::kSmallPagesLine:
     case KernelId::kSmallPagesCluster:
-      return of_kind(a, launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr,
-                     launch_tokens<Nvfp4>);
+      return of_kind(
+          a, {launch_tokens<F16>, launch_tokens<BF16>, launch_tokens<E4M3>, nullptr, nullptr, launch_tokens<Nvfp4>});
     case KernelId::kPrefill:
-      return of_kind(a, launch_prefill<F16>, launch_prefill<BF16>);
+      return of_kind(a, {launch_prefill<F16>, launch_prefill<BF16>});
     case KernelId::kPrefillInvariant:
-      return of_kind(a, launch_prefill_invariant<F16>, launch_prefill_invariant<BF16>);
+      return of_kind(a, {launch_prefill_invariant<F16>, launch_prefill_invariant<BF16>});
     default:
-      return of_kind(a, launch_decode<F16>, launch_decode<BF16>, launch_decode<E4M3>, launch_decode<E5M2>,
-                     launch_decode<Int8>, launch_decode<Nvfp4>);
+      return of_kind(a, {launch_decode<F16>, launch_decode<BF16>, launch_decode<E4M3>, launch_decode<E5M2>,
+                         launch_decode<Int8>, launch_decode<Nvfp4>});
   }
 }
 

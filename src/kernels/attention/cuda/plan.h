@@ -51,13 +51,12 @@ const char* name_of(KernelId kernel);  // ../kernels.cc
 // One of a kernel's instances.  0: it has no such size.
 struct Instance {
   KernelId kernel;
-  int head_size = 0;      // of its tiles
-  int rows = 0;           // queries, times heads, of a tile
-  bool packed = false;    // values are columns of tokens
-  bool folded = false;    // two KV heads as one
-  bool wide = false;      // clusters of more warps, or of smaller blocks
-  bool single = false;    // lines take KV heads one by one
-  bool sees_all = false;  // lines have neither a window nor sparsity
+  int head_size = 0;    // of its tiles
+  int rows = 0;         // queries, times heads, of a tile
+  bool packed = false;  // values are columns of tokens
+  bool folded = false;  // two KV heads as one
+  bool wide = false;    // clusters of more warps, or of smaller blocks
+  bool single = false;  // lines take KV heads one by one
 };
 
 enum class CacheKind : uint8_t { k16Bits, kE4M3, kE5M2, kInt8, kNvfp4 };

@@ -61,8 +61,8 @@ constexpr LineSizes line_sizes(CacheKind kind, int head_size, bool packed, int c
   const bool six_of_wide = head_size == 256 && columns <= 8 && !invariant;  // there is room for one such block
   s.late = widens && (six_or_eight || (invariant && head_size == 128 && columns == 8));
   // Neighbours in memory are read together, and there are half as many ends.  The block of twelve warps has the units of two blocks
-  // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k takes 263 us without it, not 235; of int8 277, not 298.
-  s.heads = six_or_eight && s.late && !packed && !single && kind != CacheKind::kInt8 ? 2 : 1;
+  // of six.  Of nvfp4, whose neighbours share lines, 64 x 8k takes 263 us without it, not 235; of int8 253, not 247.
+  s.heads = six_or_eight && s.late && !packed && !single ? 2 : 1;
   s.warps = eight_warps ? 8 * s.heads : (twelve_of_sm && !three_blocks) || six_of_wide ? 6 * s.heads : 4;
   const bool two_blocks = columns == 16 && widens;
   s.blocks_of_sm = three_blocks       ? 3
@@ -84,10 +84,6 @@ constexpr bool has_line(const LineSizes& s) {
   if (!is_common(s.kind)) return few && !large && !s.invariant && !s.packed;
   if (s.invariant) return few && !s.packed;
   return s.packed ? few && !large : !s.narrow() || few || s.head_size == 64;
-}
-// ... and which have an instance for calls without a window.
-constexpr bool has_sees_all(const LineSizes& s) {
-  return is_common(s.kind) && s.columns <= 8 && !s.packed && !s.invariant && !s.tokens;
 }
 
 // Clusters of decoding and of several tokens.

@@ -1,5 +1,5 @@
 // Query tiles, and the workspace for what blocks leave of them.
-#include "attention/cuda/plan_request.h"
+#include "attention/cuda/planner.h"
 
 namespace pykv::attention {
 
@@ -8,22 +8,19 @@ constexpr int64_t kAlignment = 256;
 constexpr int64_t align(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 }  // namespace
 
-Tiling few_rows_tiling(int head_size) {
-  return head_size <= 64 ? Tiling{16, 64, 4} : head_size <= 128 ? Tiling{16, 128, 3} : Tiling{16, 256, 1};
-}
 Tiling simple_tiling(int head_size) { return {16, (head_size + 3) / 4 * 4, 4}; }
 Tiling tiling_of(RowClass rows, int head_size) {
-  const bool small = head_size <= 64;
+  const int pitch = rounded(head_size);
   switch (rows) {
     case RowClass::kFew:
     case RowClass::kInvariantFew:
-      return few_rows_tiling(head_size);
+      return {16, pitch, pitch == 64 ? 4 : pitch == 128 ? 3 : 1};
     case RowClass::kSome:
-      return {32, small ? 64 : 128, small ? 3 : 2};
+      return {32, pitch, pitch == 64 ? 3 : 2};
     case RowClass::kMany:
-      return small ? Tiling{128, 64, 2} : head_size <= 128 ? Tiling{128, 128, 2} : Tiling{64, 256, 2};
+      return {pitch == 256 ? 64 : 128, pitch, 2};
     default:
-      return {64, small ? 64 : head_size <= 128 ? 128 : 256, head_size <= 128 ? 2 : 1};
+      return {64, pitch, pitch == 256 ? 1 : 2};
   }
 }
 
@@ -86,7 +83,8 @@ int64_t workspace_bytes(int64_t num_tokens, int64_t num_seqs, int num_heads, int
     return std::max({simple, bytes(tiling_of(tiles, head_size)), bytes(mma_tiling(tiles, head_size))});
   }
   const RowClass many = class_for(RowClass::kMany, batch_invariant);
-  const int64_t wanted = std::max({simple, bytes(few_rows_tiling(head_size)), bytes(tiling_of(many, head_size))});
+  const int64_t wanted =
+      std::max({simple, bytes(tiling_of(RowClass::kFew, head_size)), bytes(tiling_of(many, head_size))});
   // Prefill on Hopper has the same records in fewer, longer tiles, and keeps sums beside them.
   const bool keeps = batch_invariant && head_size <= 128 && device.has_warpgroups;
   return keeps ? wanted + std::min(kMaxGrid, device.sms) * kept_bytes(head_size) : wanted;

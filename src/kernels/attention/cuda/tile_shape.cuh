@@ -12,6 +12,13 @@
 
 namespace pykv::attention {
 
+// Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Few rows wait for memory and can afford to add the other 8;
+// prefill cannot, and with batch_invariant all rows are computed alike.
+template <class Mma>
+constexpr bool splits_weights(bool invariant) {
+  return std::is_same_v<Mma, bf16> && !invariant;
+}
+
 // kD: head size rounded up to 64, 128 or 256.
 template <class KvElement, int kHeadSize, bool kPacked, RowClass kRowClass>
 struct Shape {
@@ -35,9 +42,7 @@ struct Shape {
   static constexpr int kRowTiles = kOneRowTile || kD == 256 ? 1 : 2;  // 16-row tiles of a warp
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kMany ? 4 * kWarpRows : kWarpRows;
-  // Weights of bf16 have 8 bits, which alone would be an error of 1e-3.  Few rows wait for memory and can afford to add the other 8,
-  // prefill cannot.
-  static constexpr bool kSplitWeights = std::is_same_v<Mma, bf16> && kRowClass != RowClass::kMany;
+  static constexpr bool kSplitWeights = splits_weights<Mma>(kInvariant) && kRowClass != RowClass::kMany;
   static constexpr bool kReadOnce = kFew;        // nearly every key is for one query tile alone
   static constexpr bool kWarpgroup = false;      // stages as wgmma reads them: verify/kernel.cuh
   static constexpr bool kRaw = false;            // codes and scales of nvfp4 as they are: decode/nvfp4_tile.cuh

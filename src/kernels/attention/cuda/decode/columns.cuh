@@ -32,8 +32,8 @@ struct QueryColumns {
   static constexpr int kD = S::kD, kTile = S::kTile, kSteps = kD / 16, kParts = kTile / 16;
   static constexpr int kQueryTiles = Queries::kQueryTiles, kSums = Queries::kSums;
   static constexpr bool kOffsetKeys = Queries::kOffsetKeys;
-  static constexpr int kTerms = std::is_same_v<Mma, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
-  using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];         // fragments of P^T
+  static constexpr int kTerms = splits_weights<Mma>(S::kInvariant) ? 2 : 1;  // of a weight: rounded, and the rest
+  using Weights = uint32_t[kQueryTiles][kParts][kTerms][2];                  // fragments of P^T
 
   using Scores = float[kQueryTiles][kParts][4];  // [2 h + e]: of token 16 t + 8 h + lane / 4 and this lane's query e
 

@@ -362,12 +362,9 @@ void launch_line(const Problem& p, const Step& s, const Launch& launch) {
   launch_step<paged_attention_kernel<DecodeLineBlock<S>>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
-// KV heads in pairs, if Line takes them so, or one by one; and with or without what windows need.
+// KV heads in pairs, if Line takes them so, or one by one.
 template <class Line, class Single>
 void launch_lines(const Problem& p, const Step& s, const Launch& launch) {
-  if constexpr (Line::kHidesKeys && !Line::kByToken && has_sees_all(Line::kSizes)) {
-    if (s.instance.sees_all) return launch_lines<SeesAll<Line>, SeesAll<Single>>(p, s, launch);
-  }
   if constexpr (Line::kHeads > 1) {
     if (s.instance.single) return launch_line<Single>(p, s, launch);
   }

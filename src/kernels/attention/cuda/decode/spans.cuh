@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/cuda/decode/results.cuh"
-#include "attention/cuda/merge/spans.cuh"
+#include "attention/cuda/merge/pieces.cuh"
 
 namespace pykv::attention {
 

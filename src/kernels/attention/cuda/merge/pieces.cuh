@@ -18,6 +18,7 @@ struct CutSegment : SegmentPieces {
 // A block's share of a line.
 struct alignas(16) LineShare {
   int each, longer;  // places of every block; so many have one more
+  int lines, line;   // every `lines`-th block, from `line` on, is on this one
   int end;           // the place after the share
   CutSegment head;   // the block's first segment, if it is cut; or no pieces
 
@@ -29,7 +30,9 @@ struct alignas(16) LineShare {
   // The segment of `all` places from `first_place` on, of which the first `lead` are no work.
   __device__ CutSegment cut_at(int first_place, int lead, int all, int sequence, int kv_head) const {
     const int first = block_of(first_place + lead), last = block_of(first_place + all - 1);
-    return {{first, last - first + 1, 1, first * each + min(first, longer) >= first_place}, sequence, kv_head};
+    return {{first * lines + line, last - first + 1, lines, first * each + min(first, longer) >= first_place},
+            sequence,
+            kv_head};
   }
 };
 
@@ -190,5 +193,35 @@ __device__ void end_share(const Problem& p, const LineEnds& ends, auto&& store, 
         team);
   }
 }
+
+// ---- of clusters beside each other that share the keys of a KV head (decode/spans.cuh) --------------------------------
+
+// The shape of clusters whose keys others may share.
+template <class Shape>
+struct Spanned : Shape {
+  static constexpr bool kSpans = true;
+};
+
+// Of blocks that finish the same columns, one in each cluster, each has a slot of its own: where a block's columns begin within a
+// query's, another block has the others.  The last one adds up; no block waits for another.
+struct PiecesOfSpans {
+  const Problem& p;
+  int cluster_index, span, spans, rank;
+
+  // Of the k-th cluster's block.
+  __device__ int slot(int k) const { return (cluster_index - span + k) * p.cluster + rank; }
+
+  // When all of the team's threads have left theirs: `count` items from `first` on, `quads` of them of a column.  store(item, sum)
+  template <class Sum, class Team = WholeBlock>
+  __device__ void join(int quads, int first, int count, auto&& store, const Team& team = {}) const {
+    const auto slot_of = [this](int k) { return slot(k); };
+    let_next_kernel_start();
+    team.sync();
+    if (team.thread() == 0) hand_over_pieces(p, slot(span), -1, p.ticket);
+    team.sync();
+    constexpr int kLanes = 4;  // each with every fourth piece
+    join_pieces<Sum, 1, kLanes>(p, spans, slot_of, quads, first, first + count, store, team);
+  }
+};
 
 }  // namespace pykv::attention

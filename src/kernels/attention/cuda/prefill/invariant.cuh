@@ -10,10 +10,9 @@
 //
 // Sums of chunks are kept in memory as digits side by side in 64 bits, each thread's where it alone reads them, and become
 // the records of merge/exact.cuh when there is no more room for digits or the block's part of the segment ends.
-// Every other chunk waits in memory for the next, so that what is kept comes and goes half as often.
+// Every other chunk waits in shared memory for the next, so that what is kept comes and goes half as often.
 //
-// Bottleneck: the matrix units, floor = 4 or, weights of bf16 having two parts, 6 * head size * visible (query, key) pairs *
-// heads / 989 TFLOP/s.
+// Bottleneck: the matrix units, floor = 4 * head size * visible (query, key) pairs * heads / 989 TFLOP/s.
 #pragma once
 
 #include "attention/cuda/merge/exact.cuh"
@@ -28,9 +27,8 @@ struct InvariantPrefillShape : PrefillShape<T, kHeadSize> {
   using Base = PrefillShape<T, kHeadSize>;
   static constexpr bool kQueriesInRegisters = false;
   static constexpr int kStages = kHeadSize <= 64 ? 3 : 2;
-  static constexpr int kStagedBytes = 2 * kThreads * (kHeadSize / 8) * 16;
-  static constexpr int kMemoryBytes = Base::kQueryBytes + 2 * kStages * Base::kTileBytes + kStagedBytes;
-  static constexpr int kTerms = std::is_same_v<T, bf16> ? 2 : 1;  // of a weight: rounded, and the rest
+  static constexpr int kWaitingBytes = 2 * kThreads * (kHeadSize / 8) * 16;
+  static constexpr int kMemoryBytes = Base::kQueryBytes + 2 * kStages * Base::kTileBytes + kWaitingBytes;
   static_assert(Base::kTile == kPartTokens);
 };
 
@@ -57,16 +55,15 @@ struct InvariantPrefillRows : PrefillRows<S> {
   static constexpr int kSteps = kTile / 16;  // the running maximum may follow in front of each
   static constexpr int kStages = S::kStages;
 
-  float4* staged;  // this thread's, in shared memory
-  int4* kept;      // and in memory
+  float4* waiting;  // this thread's, in shared memory
+  int4* kept;       // and in memory
   float4 waiting_stats;
   ExactSum<1> totals[2];
 
-  float odd[kTile / 2];                           // of the scores
-  uint32_t rest[S::kTerms == 2 ? kSteps : 1][4];  // what rounding left of the weights
-  float part_sum[2][2];                           // of weights: row, even and odd columns
-  float rescale[kSteps][2];                       // of the sums in front of a step, if `rescales`
-  bool rescales;                                  // a row of this warp, after the first step
+  float odd[kTile / 2];      // of the scores
+  float part_sum[2][2];      // of weights: row, even and odd columns
+  float rescale[kSteps][2];  // of the sums in front of a step, if `rescales`
+  bool rescales;             // a row of this warp, after the first step
   float chunk[kD / 2], chunk_maximum[2], chunk_sum[2];
 
   // ---- a part -------------------------------------------------------------------------------------------------------
@@ -119,35 +116,34 @@ struct InvariantPrefillRows : PrefillRows<S> {
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) x[n][e] = power_of_2(fmaf(s[8 * t + 4 * n + 2 * h + e], scale, -base));
-        uint32_t& pair = weights[t][2 * n + h];
-        pair = pack_pair<T>(x[n][0], x[n][1]);
-        if constexpr (S::kTerms == 2) {
-          const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000);
-          rest[t][2 * n + h] = pack_pair<T>(x[n][0] - low, x[n][1] - high);
-        }
+        weights[t][2 * n + h] = pack_pair<T>(x[n][0], x[n][1]);
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) part_sum[h][e] += x[0][e] + x[1][e];
     }
   }
 
-  // Does a maximum of the warpgroup rise after the first step of the part, so that sums are to be rescaled?
+  // Does a maximum of the warpgroup rise after the first step of the part, so that sums are to be rescaled?  Weights are made as if
+  // none did; if one is too large, which their sums show, they are made once more.
   __device__ bool make_weights() {
     const float scale = p.a.scale * kLog2e;
-    bool rises = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       part_sum[h][0] = part_sum[h][1] = 0;
-      maximum[h] = ceilf(greatest(h, 0, 1) * scale);     // or -inf
-      const float top = greatest(h, 1, kSteps) * scale;  // all lanes have to be there
-      rises = rises || top > maximum[h] + kLag;
+      maximum[h] = ceilf(greatest(h, 0, 1) * scale);  // or -inf
     }
-    rescales = false;
-    if (__any_sync(~0u, rises)) [[unlikely]] {
-      follow_maximum(scale);
-    } else {
 #pragma unroll
-      for (int t = 0; t < kSteps; ++t) weigh(t, scale);
+    for (int t = 0; t < kSteps; ++t) weigh(t, scale);
+    rescales = false;
+    const float most = fmaxf(fmaxf(part_sum[0][0], part_sum[0][1]), fmaxf(part_sum[1][0], part_sum[1][1]));
+    const bool none = maximum[0] == -INFINITY || maximum[1] == -INFINITY;
+    if (!__all_sync(~0u, most < 0x1p8f && !none)) [[unlikely]] {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        part_sum[h][0] = part_sum[h][1] = 0;
+        maximum[h] = ceilf(greatest(h, 0, 1) * scale);
+      }
+      follow_maximum(scale);
     }
     return named_barrier_any(kVoteBarrier + group, kThreads, rescales);
   }
@@ -174,7 +170,6 @@ struct InvariantPrefillRows : PrefillRows<S> {
   // Products with step t of the part's values.
   __device__ void ask_step(uint64_t v, int t) {
     ValueProducts::template rs<kAcross>(o, weights[t], wgmma_further(v, t * 16 * 128), t > 0);
-    if constexpr (S::kTerms == 2) ValueProducts::template rs<kAcross>(o, rest[t], wgmma_further(v, t * 16 * 128), 1);
   }
 
   __device__ void add_values(int stage, bool by_steps) {
@@ -215,47 +210,77 @@ struct InvariantPrefillRows : PrefillRows<S> {
     }
   }
 
-  // A part's sums join those of the parts before it.
+  // A part's sums join those of the parts before it, relative to the first part's maximum as long as no other is much greater:
+  // powers of two round nothing, so that the bits are the same relative to anything.
   __device__ void end_part() {
+    float weight[2], old[2];
+    bool rises = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = part_sum[h][0] + part_sum[h][1];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float top = fmaxf(chunk_maximum[h], maximum[h]), base = base_of(top);
-      const float old = power_of_2(chunk_maximum[h] - base), weight = power_of_2(maximum[h] - base);
+      if (chunk_sum[h] == 0) chunk_maximum[h] = maximum[h];
+      const float top = maximum[h] > chunk_maximum[h] + kLag ? maximum[h] : chunk_maximum[h], base = base_of(top);
+      rises = rises || top > chunk_maximum[h];
+      old[h] = power_of_2(chunk_maximum[h] - base);
+      weight[h] = power_of_2(maximum[h] - base);
       chunk_maximum[h] = top;
-      chunk_sum[h] = fmaf(sum, weight, chunk_sum[h] * old);
+      chunk_sum[h] = fmaf(sum, weight[h], chunk_sum[h] * old[h]);
+    }
+    if (__any_sync(~0u, rises)) [[unlikely]] {
 #pragma unroll
-      for (int i = h * 2; i < kD / 2; i += 4) {
-        for (int e = i; e < i + 2; ++e) chunk[e] = fmaf(o[e], weight, chunk[e] * old);
-      }
+      for (int i = 0; i < kD / 2; ++i) chunk[i] *= old[i / 2 % 2];
+    }
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i) chunk[i] = fmaf(o[i], weight[i / 2 % 2], chunk[i]);
+  }
+
+  // Four neighbouring columns of this lane, from its sums in two column tiles, in the row half h.
+  __device__ float4 four(const float (&x)[8], int h) const {
+    const bool odd = lane & 1;
+    const float2 a = {x[2 * h], x[2 * h + 1]}, b = {x[4 + 2 * h], x[5 + 2 * h]};
+    const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
+    return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
+  }
+
+  // Of the chunk, what lies in the column tiles 2 i and 2 i + 1.  A branch, not a copy in memory, and not a choice for each number.
+  template <int kFirst>
+  __device__ void get_columns(float (&x)[8]) const {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) asm volatile("mov.f32 %0, %1;" : "=f"(x[e]) : "f"(chunk[(8 * kFirst + e) % (kD / 2)]));
+  }
+  __device__ void get_columns(int i, float (&x)[8]) const {
+    switch (i) {
+      case 0:
+        return get_columns<0>(x);
+      case 1:
+        return get_columns<1>(x);
+      case 2:
+        return get_columns<2>(x);
+      case 3:
+        return get_columns<3>(x);
+      case 4:
+        return get_columns<4>(x);
+      case 5:
+        return get_columns<5>(x);
+      case 6:
+        return get_columns<6>(x);
+      default:
+        return get_columns<7>(x);
     }
   }
 
-  // A chunk waits in memory for the next one, so that what is kept comes and goes for every second one.
-  __device__ float4& waiting_at(int i) const {
-    return reinterpret_cast<float4*>(kept)[(kD / 4 + kD / 32 + i) * 2 * kThreads];
-  }
-  __device__ float4& staged_at(int i) const { return staged[i * 2 * kThreads]; }
-
-  __device__ float4 of_chunk(int i) const {
-    return {chunk[4 * i], chunk[4 * i + 1], chunk[4 * i + 2], chunk[4 * i + 3]};
-  }
+  // A chunk waits in shared memory for the next one, so that what is kept comes and goes for every second one.
+  __device__ float4& waiting_at(int i) const { return waiting[i * 2 * kThreads]; }
 
   __device__ void leave_chunk() {
 #pragma unroll
-    for (int i = 0; i < kD / 8; ++i) waiting_at(i) = of_chunk(i);
+    for (int i = 0; i < kD / 16; ++i) {
+      const auto& x = reinterpret_cast<const float (&)[8]>(chunk[8 * i]);
+      for (int h = 0; h < 2; ++h) waiting_at(2 * i + h) = four(x, h);
+    }
     waiting_stats = {chunk_maximum[0], chunk_sum[0], chunk_maximum[1], chunk_sum[1]};
-  }
-
-  // Four neighbouring columns of this lane, from two column tiles, for the row half h.
-  __device__ float4 four(const float4 (&x)[2], int h) const {
-    const bool odd = lane & 1;
-    const float2 a = h ? float2{x[0].z, x[0].w} : float2{x[0].x, x[0].y};
-    const float2 b = h ? float2{x[1].z, x[1].w} : float2{x[1].x, x[1].y};
-    const float got0 = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), got1 = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
-    return odd ? float4{got0, got1, b.x, b.y} : float4{a.x, a.y, got0, got1};
   }
 
   // ---- the sum of chunks, in memory -----------------------------------------------------------------------------------
@@ -268,33 +293,25 @@ struct InvariantPrefillRows : PrefillRows<S> {
     return reinterpret_cast<int2*>(kept + kD / 4 * 2 * kThreads - thread)[i * 2 * kThreads + thread];
   }
 
-  // What is in memory for two column tiles.
+  // What is kept for two column tiles.
   struct Piece {
     int4 digits[4]{};
     int2 states{KeptQuad::kNone, KeptQuad::kNone};
-    float4 waiting[2]{};
   };
 
-  __device__ Piece load_piece(int i, bool two, bool keeps) const {
+  __device__ Piece load_piece(int i, bool keeps) const {
     Piece x;
     if (keeps) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) x.digits[k] = kept_at(4 * i + k);
       x.states = states_at(i);
     }
-    if (two) {
-      x.waiting[0] = waiting_at(2 * i);
-      x.waiting[1] = waiting_at(2 * i + 1);
-    }
     return x;
   }
 
-  // Adds the chunk, and the one that waits if there are `two`, to what is kept, if it `keeps` any.  By way of shared memory:
-  // a loop in registers would be code that no instruction cache holds.
+  // Adds the chunk, and the one that waits if there are `two`, to what is kept, if it `keeps` any.
   __device__ void add_chunks(bool two, bool keeps) {
-    Piece next = load_piece(0, two, keeps);
-#pragma unroll
-    for (int i = 0; i < kD / 8; ++i) staged_at(i) = of_chunk(i);
+    Piece next = load_piece(0, keeps);
     int exponents[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -307,24 +324,52 @@ struct InvariantPrefillRows : PrefillRows<S> {
       totals[h].add({first.y}, exponents[h][0]);
       totals[h].add({chunk_sum[h]}, exponents[h][1]);
     }
+    uint32_t left = 0;  // quads that are not added yet
 #pragma unroll 1
     for (int i = 0; i < kD / 16; ++i) {
       const Piece piece = next;
-      if (i + 1 < kD / 16) next = load_piece(i + 1, two, keeps);
-      const float4 now[2] = {staged_at(2 * i), staged_at(2 * i + 1)};
+      if (i + 1 < kD / 16) next = load_piece(i + 1, keeps);
+      float own[8];
+      get_columns(i, own);
       int states[2] = {piece.states.x, piece.states.y};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float4 a = four(piece.waiting, h), b = four(now, h);
+        const float4 a = two ? waiting_at(2 * i + h) : float4{0, 0, 0, 0}, b = four(own, h);
         const float terms[2][4] = {{a.x, a.y, a.z, a.w}, {b.x, b.y, b.z, b.w}};
         KeptQuad quad;
         quad.set(piece.digits[2 * h], piece.digits[2 * h + 1]);
         quad.state = states[h];
-        quad.add(terms, exponents[h]);
+        if (!quad.add_usual(terms, exponents[h])) left |= 1u << (2 * i + h);
         quad.get(kept_at(4 * i + 2 * h), kept_at(4 * i + 2 * h + 1));
         states[h] = quad.state;
       }
       states_at(i) = {states[0], states[1]};
+    }
+    if (__any_sync(~0u, left != 0)) [[unlikely]]
+      add_left(left, two, exponents);
+  }
+
+  // Adds the quads in `left`.
+  __device__ void add_left(uint32_t left, bool two, const int (&exponents)[2][2]) {
+    float own[kD / 2];
+#pragma unroll
+    for (int i = 0; i < kD / 8; ++i) {
+      const auto& x = reinterpret_cast<const float (&)[8]>(chunk[i / 2 * 8]);
+      reinterpret_cast<float4&>(own[4 * i]) = four(x, i % 2);
+    }
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+      const int at = __ffs(left) - 1, h = at % 2;
+      int2& states = states_at(at / 2);
+      KeptQuad quad;
+      quad.set(kept_at(2 * at), kept_at(2 * at + 1));
+      quad.state = h ? states.y : states.x;
+#pragma unroll 1
+      for (int i = two ? 0 : 1; i < 2; ++i) {
+        quad.add_any(i ? own + 4 * at : &waiting_at(at).x, h ? exponents[1][i] : exponents[0][i]);
+      }
+      quad.get(kept_at(2 * at), kept_at(2 * at + 1));
+      (h ? states.y : states.x) = quad.state;
     }
   }
 
@@ -427,8 +472,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   run_prefill<S, ExactQuad>(
       p, copies, whole, [&](PrefillScratch& scratch, uint32_t queries, uint32_t keys, uint32_t values) {
         int4* mine = kept + blockIdx.x * (kept_bytes(S::kD) / 16) + threadIdx.x - kThreads;
-        auto* staged = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kStagedBytes);
-        InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, staged + threadIdx.x - kThreads, mine};
+        auto* waiting = reinterpret_cast<float4*>(reinterpret_cast<char*>(&scratch) - S::kWaitingBytes);
+        InvariantPrefillRows<S> rows{{p, scratch, queries, keys, values}, waiting + threadIdx.x - kThreads, mine};
         rows.run();
       });
 #endif

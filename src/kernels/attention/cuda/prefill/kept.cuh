@@ -28,40 +28,73 @@ struct KeptQuad {
     b = {static_cast<int>(x[2]), static_cast<int>(x[2] >> 32), static_cast<int>(x[3]), static_cast<int>(x[3] >> 32)};
   }
 
-  // Adds all y[i] * 2^exponent[i]: what they need is known before the first of them is cut.
+  // Adds all y[i] * 2^exponent[i].  What they need is known before the first of them is cut: false, and nothing is added, if that
+  // is more than numbers that are neither very small nor large need (add_any() adds those).
   template <int kCount>
-  __device__ void add(const float (&y)[kCount][4], const int (&exponent)[kCount]) {
+  __device__ bool add_usual(const float (&y)[kCount][4], const int (&exponent)[kCount]) {
     uint32_t most[kCount];  // bits of the greatest
     int top = place();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      most[i] = 0;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) most[i] = max(most[i], __float_as_uint(y[i][e]) & 0x7fffffff);
-      if (most[i] != 0) top = max(top, place_above(__uint_as_float(most[i]), exponent[i]));
+      most[i] = __float_as_uint(greatest(greatest(y[i][0], y[i][1]), greatest(y[i][2], y[i][3])));
+      const int needed = (static_cast<int>(most[i] >> 23) - 126 + kDigitBits + exponent[i]) >> 4;  // place_above()
+      if (most[i] != 0) top = max(top, needed);
     }
-    bool usual = true;
-    float factor[kCount];
+    bool usual = top <= place() + 1 || place() == kNoPlace;
+    int biased[kCount];  // exponents of the factors
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int shift = exponent[i] - kDigitBits * (top - 1);
-      usual = usual && (most[i] == 0 || (most[i] < 0x7f800000 && shift >= -126 && shift <= 127));
-      factor[i] = __int_as_float((min(max(shift, -126), 127) + 127) << 23);
+      biased[i] = exponent[i] - kDigitBits * (top - 1) + 127;
+      if (most[i] - 0x00800000u >= 0x7f000000u || biased[i] < 1 || biased[i] > 254) {
+        usual = usual && most[i] == 0;
+        biased[i] = 0;
+      }
     }
-    if (!usual) [[unlikely]] {
-      float all[kCount * 4];
+    const bool raises = usual && top > place() && place() != kNoPlace;
+    if (__any_sync(~0u, raises)) [[unlikely]] {
 #pragma unroll
-      for (int i = 0; i < kCount * 4; ++i) all[i] = y[i / 4][i % 4];
-#pragma unroll 1
-      for (int i = 0; i < kCount; ++i) add_any(all + hidden(i) * 4, i == 0 ? exponent[0] : exponent[kCount - 1]);
-      return;
+      for (int e = 0; e < 4; ++e) x[e] = raises ? without_last(x[e]) : x[e];
+    }
+    if (usual) state = top * 256 + (state & 255);
+    float factor[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) factor[i] = __int_as_float(usual ? biased[i] << 23 : 0);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      int digits[kDigits];
+#pragma unroll
+      for (int k = 0; k < kDigits; ++k) digits[k] = -kCount * __float_as_int(whole(k));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        float rest = y[i][e] * factor[i];
+#pragma unroll
+        for (int k = 0; k < kDigits; ++k) {  // as cut(), without its products
+          const float shown = rest + whole(k);
+          digits[k] += __float_as_int(shown);
+          if (k + 1 < kDigits) rest -= shown - whole(k);
+        }
+      }
+      join(e, digits);
+    }
+    return usual;
+  }
+
+  // As ExactSum::add_any.
+  __device__ void add_any(const float* y, int exponent) {
+    int top = place();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!isfinite(y[e])) {
+        state |= (isnan(y[e]) ? 3 : y[e] > 0 ? 1 : 2) << 2 * e;
+      } else if (y[e] != 0) {
+        top = max(top, place_above(y[e], exponent));
+      }
     }
     raise(top);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       int digits[kDigits] = {0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) add_digits(y[i][e] * factor[i], digits);
+      if (isfinite(y[e])) add_digits(ldexpf(y[e], exponent - kDigitBits * (place() - 1)), digits);
       join(e, digits);
     }
   }
@@ -83,6 +116,16 @@ struct KeptQuad {
   }
 
  private:
+  // Of their amounts; NaN is greater than all.
+  static __device__ float greatest(float a, float b) {
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return c;
+  }
+
+  // What shows the k-th digit of a number that it is added to.
+  static constexpr __device__ float whole(int k) { return k == 0 ? 0x1.8p23f : k == 1 ? 0x1.8p7f : 0x1.8p-9f; }
+
   static __device__ void add_digits(float y, int (&digits)[kDigits]) {
     cut(y, [&](int i, int x) { digits[i] += x; });
   }
@@ -108,26 +151,6 @@ struct KeptQuad {
       for (int e = 0; e < 4; ++e) x[e] = without_last(x[e]);
     }
     state = to * 256 + (state & 255);
-  }
-
-  // As ExactSum::add_any.
-  __device__ void add_any(const float* y, int exponent) {
-    int top = place();
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (!isfinite(y[e])) {
-        state |= (isnan(y[e]) ? 3 : y[e] > 0 ? 1 : 2) << 2 * e;
-      } else if (y[e] != 0) {
-        top = max(top, place_above(y[e], exponent));
-      }
-    }
-    raise(top);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      int digits[kDigits] = {0, 0, 0};
-      if (isfinite(y[e])) add_digits(ldexpf(y[e], exponent - kDigitBits * (place() - 1)), digits);
-      join(e, digits);
-    }
   }
 };
 

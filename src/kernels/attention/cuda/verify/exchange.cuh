@@ -2,7 +2,7 @@
 // where clusters share keys, from there to the last of theirs.
 #pragma once
 
-#include "attention/cuda/merge/spans.cuh"
+#include "attention/cuda/merge/pieces.cuh"
 #include "attention/cuda/verify/kernel.cuh"
 #include "attention/cuda/verify/place.cuh"
 #include "cuda/cluster.cuh"

@@ -11,7 +11,7 @@ namespace pykv {
 // How many clusters of so many blocks of a kernel there is room for at once: 0 where the chip has none.  It is asked once on each
 // device, so that a kernel always has the same numbers.  The kernel is allowed such clusters, and so much shared memory.
 template <auto kKernel>
-int large_clusters_at_once(const Launch& launch, unsigned blocks, unsigned threads, int shared_bytes) {
+int clusters_at_once(const Launch& launch, unsigned blocks, unsigned threads, int shared_bytes) {
   constexpr int kDevices = 64, kSizes = 6, kUnknown = -1;
   static std::atomic<int> knowns[kSizes][kDevices];  // 1 more; for powers of 2
   if (launch.device >= kDevices) return 0;
