@@ -144,6 +144,25 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
         np.testing.assert_array_equal(some.view(np.uint16), whole[part].view(np.uint16))
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 8336), (2050, 1672, 4240), (8200, 1000, 4240), (8200, 1000, 272)])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=name_of)
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("padding", [0, 16])
+def test_many_rows_have_the_bits_of_float32(array, m, n, k, dtype, blocks, padding):
+    """On an H200 tiles of 64, 128 and 256 rows, which the copy engine writes but not of float32."""
+    if array.device != "cuda":
+        m, n, k = m // 20, n // 10, k // 16
+    elif array.module == "jax":
+        pytest.skip("once is enough")
+    a, b = matrix((m, k), E4M3), column_major((k, n), E4M3)
+    of_a = np.asfortranarray(positive(-(-m // 4) * 4, -(-k // 128)))[:m] if blocks else positive(m)
+    of_b = positive(-(-k // 128), -(-n // 128)) if blocks else positive(n)
+    out = padded(np.zeros((m, n), dtype), 0, padding)
+    some = multiply(array, a, b, of_a, of_b, out=out)
+    wanted = multiply(array, a, b, of_a, of_b, dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(some.view(np.uint16), wanted.astype(dtype).view(np.uint16))
+
+
 @pytest.mark.parametrize("k", [1000, 1001])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_row_of_any_length_has_the_same_bits_alone(array, blocks, k):

@@ -75,6 +75,28 @@ def test_packed(array, dtype, block):
     compare(array.numpy(out), x, decoded, ids)
 
 
+@dtypes
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_blocks_of_all_sizes_give_the_same_bits(array, dtype, zeros, group):
+    """So many rows that a GPU's blocks compute several tiles, and warps several rows of a weight."""
+    tokens, n = (800, 1160) if array.device == "cuda" else (90, 72)
+    made = [integers(n, 512, group, zeros=zeros, seed=seed) for seed in range(4)]
+    w, decoded = stack_packed([p for p, _ in made]), np.stack([d for _, d in made])
+    x, ids, bias = normal(0, tokens, 512, dtype=dtype), chosen(tokens, 2, 4), normal(3, 4, n, dtype=dtype)
+    factors = random(4).uniform(0.1, 1, ids.shape).astype(np.float32)
+    results = []
+    for block in (8, 16, 64, 128):
+        out = array.output(np.zeros((ids.size, n), dtype))
+        arrays, maps = map(array.input, (x, w.data, factors)), aligned(array, ids, 4, block)
+        pykv.fused_moe_gemm(out, *arrays, *maps, 2, block, array.input(bias), format=w.format)
+        results.append(array.numpy(out))
+        np.testing.assert_array_equal(results[-1].view("u2"), results[0].view("u2"))
+    some = slice(-50, None)
+    of_pairs = factors[some].reshape(-1)
+    compare(results[0][-100:], x[some], decoded, ids[some], of_pairs, bias.astype(np.float64))
+
+
 def test_experts_that_are_none(array):
     """Blocks of ids beyond the weights, and those behind the places that count, are left alone."""
     x, w = normal(0, 8, 64, dtype=np.float16), normal(1, 2, 32, 64, dtype=np.float16)

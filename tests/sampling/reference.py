@@ -198,7 +198,7 @@ def sample(x: np.ndarray, seed: int, step: int, temperature=1.0, top_k=0, top_p=
     rest = np.delete(score, best)
     lead = score[best] - rest.max(initial=-np.inf)
     logprob = value[best] - value[0] - np.log(np.exp(value - value[0]).sum())
-    return int(tokens[best]) + first, logprob, min(lead / max(1, abs(score[best])), near * 10)
+    return int(tokens[best]) + first, logprob, min(lead / max(1, abs(score[best])), near * 20)
 
 
 def rejection_sample(ids, target, draft, lens, seeds, steps):

@@ -4,6 +4,10 @@
 // are stored, into a ring of its own in shared memory, some stages ahead, and waits for nobody.  So all SMs have the same number of
 // warps, whatever the shape, and nothing is handed over before the end, when the sums of segments are added.
 //
+// Of experts with up to eight pairs in a tile, in int4: a block has a tile and rows of its expert, a warp all segments of some blocks of
+// rows, one after another, so that it always has stages to ask for.  Few tokens, or an x that leaves room for one block on an SM, are
+// quicker where warps share rows (packed_gemm_sm90.cu).
+//
 // x lies in shared memory, all of it.  Four neighbours of x are what a lane's codes of a step stand for (packed_weight.h), so that
 // products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
 // a row of out has the same bits.
@@ -15,12 +19,13 @@
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_gemm_few_sm90.h"
+#include "gemm/tile_map.cuh"
 
 namespace pykv {
 namespace packed_gemm_few {
 
 constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring, one of which is read
-constexpr int kMostWarps = 16, kShared = 226 << 10;     // of a block
+constexpr int kMostWarps = 16, kMapWarps = 12, kShared = 226 << 10;  // of a block
 
 // Zero points are subtracted as codes are decoded; scales and minima of small groups multiply and are added (Folding).
 enum class Minima { kNone, kSubtracted, kFolded };
@@ -36,11 +41,18 @@ struct Problem {
   int steps;                                  // of 16 columns that are scaled together: 1, 2, 4 or 8
   int segments_log2, row_blocks, each;        // blocks of 16 rows; such of a block of threads
   int x_pitch, stage_bytes, minima_at, supers_at, lows_at;
+  TileMap map;
+  TileRows rows;
+  int64_t num_rows;
+  int turns;  // blocks of rows of a warp, one after another
 };
 
-template <class T, CodeKind kKind, Minima kMinima>
+// kMaps_: rows of x and out are those of a map, whose tiles have weights of their own.  A warp then has all segments of its rows.
+template <class T, CodeKind kKind, Minima kMinima, bool kMaps_>
 struct Shape {
   using Element = T;
+  static constexpr bool kMaps = kMaps_;
+  static constexpr int kWarps = kMaps ? kMapWarps : kMostWarps;
   using Code = Codes<T, kKind>;
   static constexpr CodeKind kCodes = kKind;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
@@ -55,18 +67,27 @@ struct Shape {
 template <class S>
 class Feed {
  public:
-  __device__ Feed(const Problem& p, int block, int begin, int end, uint32_t ring) : ring_(ring), left_(end - begin) {
-    const PackedWeight& w = p.weight;
-    const int lane = threadIdx.x % 32, items = 8 / p.steps;
-    ring_ += lane * 16;
+  // Of every kMapWarps'th block of rows, where there are maps; shift: bytes from p.weight to the one that is meant.
+  __device__ Feed(const Problem& p, int block, int blocks_end, int begin, int end, uint32_t ring, int64_t shift)
+      : p_(p), shift_(shift), ring_(ring + threadIdx.x % 32 * 16), next_(block), end_(blocks_end) {
     have_ready(ring_);
-    codes_ = w.codes + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
+    start(begin, end);
+  }
+
+ private:
+  __device__ __forceinline__ void start(int begin, int end) {
+    const Problem& p = p_;
+    const PackedWeight& w = p.weight;
+    const int lane = threadIdx.x % 32, items = 8 / p.steps, block = next_;
+    next_ += kMapWarps;
+    left_ = end - begin;
+    codes_ = w.codes + shift_ + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
     // One after another in a stage: scales, minima, those of 256 columns.
     int first = 0;
     const auto section = [&](const uint8_t* from, int of_group, int64_t groups, int bytes, int stages) {
       if (!from) return;
       if (lane >= first && lane < first + bytes / 16) {
-        factors_ = from + block / 2 * groups * of_group + begin / stages * bytes + (lane - first) * 16;
+        factors_ = from + shift_ + block / 2 * groups * of_group + begin / stages * bytes + (lane - first) * 16;
         bytes_ = bytes;
         stages_ = stages;
         until_ = stages - begin % stages;
@@ -81,8 +102,10 @@ class Feed {
     if (S::kFolds) section(w.lows, 64, p.blocks, 64, 2);
   }
 
+ public:
   // The next stage to a place of the ring; nothing where there is none.
   __device__ __forceinline__ void next(int place) {
+    if (S::kMaps && left_ == 0 && next_ < end_) start(0, p_.stages);
     if (left_ > 0) {
       --left_;
       const uint32_t to = ring_ + place;
@@ -98,20 +121,33 @@ class Feed {
   }
 
  private:
+  const Problem& p_;
+  const int64_t shift_;
   uint32_t ring_;
+  int next_;  // block of rows
+  const int end_;
   const uint8_t *codes_, *factors_ = nullptr;
   int left_, bytes_ = 0, stages_ = 0,
              until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
 };
 
-// Rows of x, and zeros behind them.
-template <class T>
-__device__ void copy_x(const Problem& p, uint32_t to) {
+// Rows of x, and zeros behind them.  row: of out, that of a map for token lane % 8, -1: there is none, and nothing is made of it.
+template <class S>
+__device__ void copy_x(const Problem& p, uint32_t to, int32_t row) {
+  using T = typename S::Element;
   const int chunks = p.stages * (kColumns / 8), inside = static_cast<int>(p.weight.k / 8);
-  for (int t = 0; t < p.tokens; ++t)
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) {
+    int64_t from = t;
+    if constexpr (S::kMaps) {
+      const int32_t row_of_out = __shfl_sync(~0u, row, t);
+      if (row_of_out < 0) continue;
+      from = p.rows.row_of_x(p.map, row_of_out);
+    }
     for (int i = threadIdx.x; i < chunks; i += blockDim.x)
-      cp_async_16(to + t * p.x_pitch + i * 16, static_cast<const T*>(p.x) + t * p.x_stride + (i < inside ? i * 8 : 0),
-                  i < inside);
+      cp_async_16(to + t * p.x_pitch + i * 16,
+                  static_cast<const T*>(p.x) + from * p.x_stride + (i < inside ? i * 8 : 0), i < inside);
+  }
 }
 
 // A table, where codes are entries of one.
@@ -133,12 +169,16 @@ class Multiplier {
   float total[4] = {};
 
   // row_block: of the warp; x: of its first stage
-  __device__ Multiplier(const Problem& p, int row_block, uint32_t x)
+  __device__ Multiplier(const Problem& p, int row_block, uint32_t x, int64_t shift)
       : p_(p),
         place_((threadIdx.x % 32 / 4 * 2 + row_block % 2) * 2),
         x_(x + min(static_cast<int>(threadIdx.x % 32 / 4), p.tokens - 1) * p.x_pitch + threadIdx.x % 4 * 8),
-        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * Code::kUnit),
-        table_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)) {}
+        global_(__ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
+                Code::kUnit),
+        table_(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {}
+
+  // Back over all columns, to the next block of rows.
+  __device__ void rewind() { x_ -= p_.stages * kColumns * 2; }
 
   // kSteps: of 16 columns that are scaled together.
   template <int kSteps, Fold kFold>
@@ -286,6 +326,38 @@ class Multiplier {
   uint32_t now_[2];  // factors of the group that is decoded
 };
 
+// What a warp has of 16 rows of a map's weight.  Lanes of neighbouring rows exchange what makes pairs: those of even rows keep their
+// first token, the others their second.
+template <class T>
+__device__ void write_own(const Problem& p, const float (&sums)[4], int row_block, int32_t row_of_tile,
+                          int32_t weight) {
+  const int lane = threadIdx.x % 32, odd = lane / 4 % 2;
+  const int32_t row = __shfl_sync(~0u, row_of_tile, lane % 4 * 2 + odd);
+  const float factor = row < 0 ? 0.0f : p.map.factor_of(row);
+  T* const to = static_cast<T*>(p.out) + row * p.out_stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float first = sums[2 * half], second = sums[2 * half + 1];
+    const float other = __shfl_xor_sync(~0u, odd ? first : second, 4);
+    float v[2] = {odd ? other : first, odd ? second : other};
+    const int64_t n = int64_t{row_block} * 16 + half * 8 + lane / 8 * 2;
+    const int rows = static_cast<int>(min(p.weight.n - n, int64_t{2}));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool has_bias = p.bias && i < rows;
+      v[i] += has_bias ? to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]) : 0.0f;
+      v[i] *= factor;
+    }
+    if (row < 0 || rows <= 0) continue;
+    if (rows == 2 && reinterpret_cast<uintptr_t>(to + n) % 4 == 0) {
+      *reinterpret_cast<uint32_t*>(to + n) = pack_pair<T>(v[0], v[1]);
+    } else {
+      to[n] = from_float<T>(v[0]);
+      if (rows == 2) to[n + 1] = from_float<T>(v[1]);
+    }
+  }
+}
+
 // Adds up the sums [block of rows][segment][token][16] of segments, and writes rows of out: a warp for each block of rows.
 template <class T>
 __device__ void write(const Problem& p, uint32_t sums) {
@@ -309,40 +381,76 @@ __device__ void write(const Problem& p, uint32_t sums) {
 #endif
 
 template <class S>
-__global__ void __launch_bounds__(kMostWarps * 32, S::kBlocks)
+__global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
     packed_gemm_few_kernel(const __grid_constant__ Problem p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = threadIdx.x / 32, segment = warp & ((1 << p.segments_log2) - 1);
-  const int row_block = min(static_cast<int>(blockIdx.x) * p.each + (warp >> p.segments_log2), p.row_blocks - 1);
-  const int begin = p.stages * segment >> p.segments_log2, end = p.stages * (segment + 1) >> p.segments_log2;
+  // A warp has a segment of a block of rows, or all of some, in turn.
+  const int warp = threadIdx.x / 32, log2 = S::kMaps ? 0 : p.segments_log2, segment = warp & ((1 << log2) - 1);
+  const int first = static_cast<int>(blockIdx.x) * p.each * p.turns + (warp >> log2);
+  const int row_block = min(first, p.row_blocks - 1);
+  const int blocks_end = min(static_cast<int>(blockIdx.x + 1) * p.each * p.turns, p.row_blocks);
+  const auto begin_of = [&](int s) { return p.stages * s >> p.segments_log2; };
+  const int begin = S::kMaps ? 0 : begin_of(segment);
+  const int end = !S::kMaps ? begin_of(segment + 1) : first < blocks_end ? p.stages : 0;
   const uint32_t x = shared_address(shared);
   uint32_t ring = x + p.tokens * p.x_pitch + warp * kDepth * p.stage_bytes;
   have_ready(ring);
-  Feed<S> feed(p, row_block, begin, end, ring);
+  int32_t row = -1, weight = 0;  // of out; of the tile
+  if constexpr (S::kMaps) {
+    begin_dependent();
+    const int64_t at = int64_t{blockIdx.y} * kTokens;
+    row = static_cast<int32_t>(TileRows::row_of_out(p.map, at + threadIdx.x % kTokens, p.num_rows));
+    weight = p.map.weight_at(at, p.rows.tiles_of_block.quotient(static_cast<int>(blockIdx.y)));
+    if (weight < 0) return;
+  }
+  const int64_t shift = S::kMaps ? weight * p.map.weight_stride : 0;
+  Feed<S> feed(p, row_block, blocks_end, begin, end, ring, shift);
   const int last = (kDepth - 1) * p.stage_bytes;
-  begin_dependent();
+  if constexpr (!S::kMaps) begin_dependent();
 #pragma unroll 1
   for (int slot = 0; slot < kDepth - 1; ++slot) {
     feed.next(slot * p.stage_bytes);
-    if (slot == 0) copy_x<typename S::Element>(p, x);  // of the second group
+    if (slot == 0) copy_x<S>(p, x, row);  // of the second group
   }
-  Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2);
+  Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2, shift);
   cp_async_wait<kDepth - 3>();
   __syncthreads();
   const auto run = [&]<int kSteps, Fold kFold = Fold::kNone>() {
-    int free = last;
+    constexpr float kUnit = S::kRunsOn ? Folding<typename S::Element, S::kCodes, kFold>::kUnit : 1.0f;
+    int free = last, at = 0;
+    const auto multiply = [&](int from, int to) {
 #pragma unroll 1
-    for (int i = begin, at = 0; i < end; ++i) {
-      cp_async_wait<kDepth - 2>();
-      __syncwarp();  // all lanes have done with the stage before
-      feed.next(free);
-      multiplier.template multiply<kSteps, kFold>(ring + at);
-      free = at;
-      at = at == last ? 0 : at + p.stage_bytes;
+      for (int i = from; i < to; ++i) {
+        cp_async_wait<kDepth - 2>();
+        __syncwarp();  // all lanes have done with the stage before
+        feed.next(free);
+        multiplier.template multiply<kSteps, kFold>(ring + at);
+        free = at;
+        at = at == last ? 0 : at + p.stage_bytes;
+      }
+    };
+    if constexpr (!S::kMaps) {
+      multiply(begin, end);
+    } else {
+#pragma unroll 1
+      for (int block = first; block < blocks_end; block += kMapWarps) {
+        float sums[4];
+#pragma unroll 1
+        for (int s = 0; s < 1 << p.segments_log2; ++s) {
+          multiply(begin_of(s), begin_of(s + 1));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            sums[i] = s == 0 ? multiplier.total[i] * kUnit : fmaf(multiplier.total[i], kUnit, sums[i]);
+            multiplier.total[i] = 0.0f;
+          }
+        }
+        multiplier.rewind();
+        write_own<typename S::Element>(p, sums, block, row, weight);
+      }
     }
     if constexpr (S::kRunsOn)
-      for (float& x : multiplier.total) x *= Folding<typename S::Element, S::kCodes, kFold>::kUnit;
+      for (float& x : multiplier.total) x *= kUnit;
   };
   if constexpr (S::kFolds) {
     dispatch_fold(p.weight, p.steps, [&]<Fold kFold>() {
@@ -367,6 +475,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, S::kBlocks)
         run.template operator()<1>();
     }
   }
+  if constexpr (S::kMaps) return;
   __syncthreads();  // all have done with x
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -392,7 +501,7 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .x_stride = args.x_stride,
             .out_stride = args.out_stride,
             .stages_of_group = static_cast<int>(w.group_size > kColumns ? w.group_size / kColumns : 1),
-            .tokens = static_cast<int>(args.num_rows),
+            .tokens = S::kMaps ? kTokens : static_cast<int>(args.num_rows),
             .units = static_cast<int>(w.padded_k / PackedWeight::kUnit),
             .groups = static_cast<int>(w.groups()),
             .blocks = static_cast<int>((w.padded_k + 255) / 256),
@@ -405,7 +514,11 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .stage_bytes = 0,
             .minima_at = 0,
             .supers_at = 0,
-            .lows_at = 0};
+            .lows_at = 0,
+            .map = args.map,
+            .rows = TileRows(args.map, kTokens),
+            .num_rows = args.num_rows,
+            .turns = 1};
   const int items = 8 / p.steps;
   p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
   p.supers_at = p.minima_at + items * 32 * bytes_of(w.minima_kind);
@@ -413,12 +526,22 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.stage_bytes = p.lows_at + 64 * (w.lows != nullptr);
   if (p.stage_bytes - S::kCodeBytes > 32 * 16) return false;  // more than a copy for each lane
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
-  while (p.each * segments > kMostWarps) p.each = (p.each + 1) / 2;
-  const int warps = p.each * segments;
+  int64_t tiles = 1;
+  if constexpr (S::kMaps) {
+    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cu)
+    tiles = args.map.num_blocks * (args.map.block_size / kTokens);
+    if (tiles > 65535 || row_blocks * tiles * p.stages < kLeastStages * sms) return false;
+    p.each = kMapWarps;
+    if (row_blocks * tiles >= 2 * kMapWarps * S::kBlocks * sms) p.turns = 2;
+  }
+  while (!S::kMaps && p.each * segments > kMostWarps) p.each = (p.each + 1) / 2;
+  const int warps = S::kMaps ? kMapWarps : p.each * segments;
   int bytes = p.tokens * p.x_pitch + warps * kDepth * p.stage_bytes;
-  if (bytes > kShared) return false;
+  if (bytes > (S::kMaps ? kShared / S::kBlocks : kShared)) return false;
   if (bytes < warps * kTokens * 64) bytes = warps * kTokens * 64;
-  launch_dependent_shared(packed_gemm_few_kernel<S>, dim3(static_cast<unsigned>((row_blocks + p.each - 1) / p.each)),
+  const int64_t each = int64_t{p.each} * p.turns;
+  launch_dependent_shared(packed_gemm_few_kernel<S>,
+                          dim3(static_cast<unsigned>((row_blocks + each - 1) / each), static_cast<unsigned>(tiles)),
                           dim3(static_cast<unsigned>(warps * 32)), static_cast<size_t>(bytes), launch, "packed_gemm",
                           p);
   return true;
@@ -429,15 +552,22 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
   using namespace packed_gemm_few;
   const PackedWeight& w = args.weight;
-  if (args.num_rows > kTokens) return false;
-  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 && (args.num_rows == 1 || args.x_stride % 8 == 0) && w.k > 0 &&
-                        w.k < (1 << 16) && reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
+  const TileMap& map = args.map;
+  if (map.rows ? (map.block_size & -map.block_size) != kTokens || args.epilogue.any : args.num_rows > kTokens)
+    return false;
+  const bool is_plain = args.x_step == 1 && w.k % 8 == 0 &&
+                        ((args.num_rows == 1 && !map.rows) || args.x_stride % 8 == 0) && w.k > 0 && w.k < (1 << 16) &&
+                        reinterpret_cast<uintptr_t>(args.x) % 16 == 0;
   const bool has_stages = w.padded_k % kColumns == 0 && (w.group_size % kColumns == 0 || kColumns % w.group_size == 0);
-  if (args.map.rows || w.columns || !is_plain || !has_stages) return false;
+  if (w.columns || !is_plain || !has_stages) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
-      was_launched = launch_shape<Shape<T, kKind, kMinima>>(args, segments, launch);
+      constexpr bool kHasMaps = kKind == CodeKind::kUint4;
+      if (!map.rows)
+        was_launched = launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
+      else if constexpr (kHasMaps)
+        was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
     if (is_folded(w)) {

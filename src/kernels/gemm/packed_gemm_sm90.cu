@@ -8,6 +8,9 @@
 // tensor map cannot describe (packed_feed_sm90.cuh).  Integers in small groups are multiplied by their scales as they are decoded
 // (Folding in packed_codes.cuh): the multiplying warps read factors as they are stored.
 //
+// Of many experts with many tokens each, blocks walk over tiles of int4: the ring is filled for the next while results of one are
+// written, and these are rounded before they are exchanged.
+//
 // Where there are tiles for all SMs, as those of many experts, two blocks of half as many warps share an SM: one begins and ends
 // while the other multiplies.
 //
@@ -93,6 +96,24 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
     }
   }
 }
+
+// Rounded sums [token][kRoundedPitch bytes] to rows of out.
+template <class S>
+__device__ __forceinline__ void write_rounded(const Problem& p, const int32_t (&of_out)[S::kTokens], uint32_t sums,
+                                              int64_t first_row) {
+  constexpr int kTogether = S::kMultipliers / 16, kEach = S::kTokens / kTogether;  // tokens at once; of a thread
+  const int chunk = threadIdx.x % 16, first = threadIdx.x / 16;
+  if (first_row + chunk * 8 >= p.weight.n) return;
+  uint4 v[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) v[i] = load_shared_16(sums + (first + i * kTogether) * kRoundedPitch + chunk * 16);
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + first_row + chunk * 8;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int32_t row = of_out[first + i * kTogether];
+    if (row >= 0) *reinterpret_cast<uint4*>(out + row * p.out_stride) = v[i];
+  }
+}
 #endif
 
 template <class S>
@@ -103,13 +124,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   __shared__ uint64_t barriers[2 * kMostStages];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
+  __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
   const Ring ring{data, full, full + kMostStages * 8, p.stage_bytes};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 : 0) + S::kPrepares);
+      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + S::kPrepares);
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
     fence_async_proxy();
@@ -118,33 +140,37 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     if (!p.gathers) prefetch_map(p.x);
   }
   const int split = static_cast<int>(blockIdx.x % p.splits);
-  uint32_t row_tile, token_tile;
-  p.place(blockIdx.x / p.splits, row_tile, token_tile);
   begin_dependent();
-  const int32_t weight = p.weight_of(token_tile);
-  if (weight < 0) return;  // all blocks of the cluster
-  const int64_t shift = weight * p.map.weight_stride;
-  if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(token_tile, threadIdx.x);
+  Tiles<S> tiles(p);
+  if constexpr (!S::kWalks) {
+    if (tiles.weight < 0) return;  // all blocks of the cluster
+    if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
+  }
   if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt);
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
     if (threadIdx.x < 256)
       table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  Turn turn;
+  const auto each_tile = [&](auto&& with) {
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) with();
+  };
   if (warp >= S::kMultipliers / 32) {
     const int own = warp - S::kMultipliers / 32 - 1;
     if (S::kGatherers != 0 && own >= S::kPreparers) {
       if constexpr (S::kGatherers != 0) give_registers<48>();
-      if (p.gathers) gather<S>(p, ring, threadIdx.x % 128, token_tile, split, shift);
+      if (p.gathers) each_tile([&] { gather<S>(p, ring, threadIdx.x % 128, tiles, split, turn); });
     } else {
       if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
-        if (S::kFolds || threadIdx.x % 32 == 0) fill<S>(p, ring, row_tile, token_tile, split, weight, shift);
+        if (S::kFolds || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
       } else if constexpr (S::kPrepares) {
-        Preparer<S>(p, ring, row_tile, token_tile, own, shift).run(split);
+        each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       } else if constexpr (S::kFew) {
-        if (p.gathers) gather_by_turns<S>(p, ring, own, token_tile, split, shift);
+        if (p.gathers) gather_by_turns<S>(p, ring, own, tiles, split, turn);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -152,11 +178,37 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       cluster_announce_all();
       cluster_wait();
     }
+  } else if constexpr (S::kWalks) {
+    take_registers<200>();
+    const uint32_t kept = data + p.stages * p.stage_bytes;
+#pragma unroll 1
+    for (bool more = tiles.begins(); more; more = tiles.next()) {
+      const int32_t row = threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1;
+      {
+        Multiplier<S> multiplier(p, ring, table, tiles.shift());
+        multiplier.run(0, turn);
+        if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
+        if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
+        const int64_t n = int64_t{tiles.row} * kRows + warp * 16 + threadIdx.x % 32 / 4;
+        float bias[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (p.bias && n + i * 8 < p.weight.n)
+            bias[i] = to_float(static_cast<const T*>(p.bias)[tiles.weight * p.map.bias_stride + n + i * 8]);
+        named_barrier_sync(1, S::kMultipliers);  // all have added up their segments
+        multiplier.store_rounded(kept, bias, p.map.factors ? shared_address(factors) : 0);
+      }
+      named_barrier_sync(1, S::kMultipliers);
+      write_rounded<S>(p, rows, kept, int64_t{tiles.row} * kRows);
+      named_barrier_sync(1, S::kMultipliers);  // rows and what is kept are free
+    }
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, table, shift);
-      multiplier.run(S::kParts == 1 ? split : split * S::kParts + warp / 8);
+      Multiplier<S> multiplier(p, ring, table, tiles.shift());
+      const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
+      turn.advance(part % S::kParts, p.stages);
+      multiplier.run(part, turn);
       if (S::kLastInRing || !p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
         multiplier.store(data);
@@ -168,7 +220,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       named_barrier_sync(1, S::kMultipliers);
     }
-    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{row_tile} * kRows, split, weight);
+    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split, tiles.weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -250,9 +302,13 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .items = 0,
             .stages = 0,
             .stage_bytes = 0,
+            .scales_at = S::kScalesAt,
             .minima_at = 0,
             .supers_at = 0,
+            .lows_at = 0,
             .units_at = 0,
+            .factor_bytes = 0,
+            .whole_factors = false,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
@@ -262,26 +318,29 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   if (S::kFolds) {
     p.minima_at = S::kScalesAt + p.items * kRows * bytes_of(w.scales_kind);
     p.supers_at = p.minima_at + p.items * kRows * bytes_of(w.minima_kind);
-    p.units_at = p.supers_at + 4 * kRows * (w.supers || w.lows);
+    p.lows_at = p.supers_at + 2 * kRows * (w.supers != nullptr);
+    p.units_at = p.lows_at + 2 * kRows * (w.lows != nullptr);
+    p.factor_bytes = p.units_at - S::kScalesAt;
+    p.whole_factors = w.group_size == p.steps * 16 && p.groups % p.items == 0;
     p.stage_bytes = p.units_at + 4 * kRows * S::kHasUnits;
   }
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kWalks && S::kRunsOn ? S::kTokens * kRoundedPitch : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
-  const int64_t blocks = row_tiles * token_tiles * splits;
-  if (blocks > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
+  const int64_t tiles = row_tiles * token_tiles * splits, sms = num_sms(launch.device);
+  if (tiles > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
   const int for_sums = kAlignment + S::kTokens * kPitch * 4;
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
-  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), static_cast<unsigned>(splits),
-                  static_cast<size_t>(bytes), launch, "packed_gemm", p);
+  launch_clusters(kernel, dim3(static_cast<unsigned>(S::kWalks && tiles > sms ? sms : tiles)), dim3(S::kThreads),
+                  static_cast<unsigned>(splits), static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
 template <class T, CodeKind kKind, Minima kMinima>
@@ -297,6 +356,10 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const bool shares = !map.rows && tiles(128) * 2 <= sms && tiles(64) * 2 > sms;
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
+    if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4)
+      if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
+          reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
+        return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);

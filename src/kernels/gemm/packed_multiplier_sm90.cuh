@@ -43,21 +43,22 @@ class Multiplier {
   }
 
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
-  __device__ __forceinline__ void run(int part) {
+  __device__ __forceinline__ void run(int part, Turn& turn) {
     if constexpr (S::kFolds) {
-      dispatch_fold(p_.weight, p_.steps, [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part); });
+      dispatch_fold(p_.weight, p_.steps,
+                    [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
     } else if constexpr (S::kScalesCodes || is_integer(S::kKind)) {  // whose small groups are folded
-      run_steps<8>(part);
+      run_steps<8>(part, turn);
     } else {
       switch (p_.steps) {
         case 8:
-          return run_steps<8>(part);
+          return run_steps<8>(part, turn);
         case 4:
-          return run_steps<4>(part);
+          return run_steps<4>(part, turn);
         case 2:
-          return run_steps<2>(part);
+          return run_steps<2>(part, turn);
         default:
-          return run_steps<1>(part);
+          return run_steps<1>(part, turn);
       }
     }
   }
@@ -73,17 +74,35 @@ class Multiplier {
     }
   }
 
+  // Biased, multiplied and rounded, to [token][kRoundedPitch bytes].  factors: of tokens, 0: they are all 1
+  __device__ __forceinline__ void store_rounded(uint32_t to, const float (&bias)[2], uint32_t factors) const {
+    const int lane = threadIdx.x % 32;
+    to += (lane / 16 * 8 + lane % 8) * kRoundedPitch + (warp_ * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int first = 0; first < S::kTokens; first += 16) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = total + first / 2 + 2 * i;
+        const float2 factor =
+            factors ? load_shared_float2(factors + (first + i / 2 * 8 + lane % 4 * 2) * 4) : make_float2(1.0f, 1.0f);
+        pairs[i] = pack_pair<T>((two[0] + bias[i % 2]) * factor.x, (two[1] + bias[i % 2]) * factor.y);
+      }
+      store_transposed(to + first * kRoundedPitch, pairs);
+    }
+  }
+
  private:
   template <Fold kFold>
-  __device__ __forceinline__ void run_folded(int part) {
-    if (p_.steps == 2) return run_steps<2, kFold>(part);
-    if (p_.steps == 1) return run_steps<1, kFold>(part);
-    if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) run_steps<4, kFold>(part);
+  __device__ __forceinline__ void run_folded(int part, Turn& turn) {
+    if (p_.steps == 2) return run_steps<2, kFold>(part, turn);
+    if (p_.steps == 1) return run_steps<1, kFold>(part, turn);
+    if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) run_steps<4, kFold>(part, turn);
   }
 
   // kSteps: of 16 columns, that are scaled together.
   template <int kSteps, Fold kFold = Fold::kNone>
-  __device__ __forceinline__ void run_steps(int part) {
+  __device__ __forceinline__ void run_steps(int part, Turn& turn) {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
     const auto end_segment = [&] {
@@ -98,8 +117,6 @@ class Multiplier {
     };
     while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
     if (range.begin == range.end) return;
-    Turn turn;
-    turn.advance(part % S::kParts, p_.stages);
     if constexpr (S::kRunsOn && !S::kFew) {
       run_on<kSteps, kFold>(range, turn, segment_end, end_segment);
       return;
@@ -133,7 +150,7 @@ class Multiplier {
 
   // The same where sums run on to the end of a segment: products of half a stage are under way while the next codes are decoded.
   template <int kSteps, Fold kFold, class End>
-  __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
+  __device__ __forceinline__ void run_on(const Range& range, Turn& turn, const int& segment_end,
                                          const End& end_segment) {
     wait_full(turn);
     decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
@@ -397,10 +414,11 @@ class Multiplier {
     const int of_scale = kOfBytes ? 1 : bytes_of(w.scales_kind), of_minimum = kOfBytes ? 1 : bytes_of(w.minima_kind);
     const int minima_at = kOfBytes ? kBytesAt : p_.minima_at;
     const int supers_at = kOfBytes ? kBytesAt + has_minima(kFold) * kItems * kRows : p_.supers_at;
-    const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2 + supers_at;
+    const int lows_at = kOfBytes ? supers_at + 2 * kRows : p_.lows_at;
+    const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
     const typename Folding<T, S::kKind, kFold>::Factors factors(
         w, global_,
-        {stage + S::kScalesAt + at * of_scale, of_256, stage + minima_at + at * of_minimum, of_256 + 2 * kRows});
+        {stage + S::kScalesAt + at * of_scale, of_256 + supers_at, stage + minima_at + at * of_minimum, of_256 + lows_at});
     float2 units = make_float2(1.0f, 1.0f);
     if constexpr (S::kHasUnits) {
       units = units_of(stage);

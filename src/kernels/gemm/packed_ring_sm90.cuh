@@ -13,8 +13,9 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 
 constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
-constexpr int kColumns = 2 * kUnit;  // of a stage
-constexpr int kPitch = kRows + 4;    // of the sums of a token
+constexpr int kColumns = 2 * kUnit;            // of a stage
+constexpr int kPitch = kRows + 4;              // of the sums of a token
+constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes, of those of a token that are rounded
 constexpr int kMostStages = 12, kMostSegments = 4;
 constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
@@ -25,15 +26,16 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 // the same of integers, with what is added; 16 bits do not hold that: weights are rounded (Folding).
 enum class Minima { kNone, kSubtracted, kScaled, kFolded };
 
-// kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
+// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
 // blocks for all of them, so that one begins and ends while the other multiplies.
-template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_>
+template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;
   static constexpr CodeKind kKind = kKind_;
   using Code = Codes<T, kKind>;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kFew = kTokens <= kMostFew;
+  static constexpr bool kWalks = kWalks_;
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
   static constexpr int kMultipliers = 256 * kParts;
   static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
@@ -82,15 +84,23 @@ struct Problem {
   int segments, splits;       // of the columns; blocks of a cluster, which have some segments each
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
-  int stages, stage_bytes, minima_at, supers_at, units_at;
+  int stages, stage_bytes, scales_at, minima_at, supers_at, lows_at, units_at;
+  int factor_bytes;           // of a stage, as they are stored
+  bool whole_factors; // those of a stage lie side by side
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
 
-  __device__ void place(uint32_t tile, uint32_t& row_tile, uint32_t& token_tile) const {
+  // Tiles of tokens that are taken.
+  __device__ uint32_t used_token_tiles() const {
+    if (!map.taken) return token_tiles;
+    return min(token_tiles, static_cast<uint32_t>((max(*map.taken, 0) + tokens - 1) / tokens));
+  }
+  // used: tiles of tokens
+  __device__ void place(uint32_t tile, uint32_t used, uint32_t& row_tile, uint32_t& token_tile) const {
     constexpr uint32_t kTogether = 8;  // tiles of tokens that pass over the weight together: they and it stay in the L2
     const uint32_t together = row_tiles * kTogether, pass = tile / together, in_pass = tile % together;
-    const uint32_t width = min(token_tiles - pass * kTogether, kTogether);
+    const uint32_t width = min(used - pass * kTogether, kTogether);
     row_tile = in_pass / width;
     token_tile = pass * kTogether + in_pass % width;
   }
@@ -123,15 +133,54 @@ struct Ring {
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
 };
 
-// Calls with(stage of the weight, its turn) in the order of the ring: the parts of a block take turns.
+// The tiles of this block, one after another.
+template <class S>
+class Tiles {
+ public:
+  uint32_t row, token;  // of rows, of tokens
+  int32_t weight;
+
+  // After the map is there.  Where blocks do not walk, it is at the only one; otherwise before the first.
+  __device__ explicit Tiles(const Problem& p) : p_(p), next_(blockIdx.x / p.splits) {
+    if constexpr (S::kWalks) {
+      used_ = p.used_token_tiles();
+    } else {
+      p.place(next_, p.token_tiles, row, token);
+      weight = p.weight_of(token);
+    }
+  }
+
+  // Goes to the first one.
+  __device__ bool begins() { return S::kWalks ? next() : true; }
+  // Goes to the next one; whether there is one.
+  __device__ bool next() {
+    if constexpr (S::kWalks) {
+      for (; next_ < p_.row_tiles * used_; next_ += gridDim.x) {
+        p_.place(next_, used_, row, token);
+        weight = p_.weight_of(token);
+        if (weight < 0) continue;
+        next_ += gridDim.x;
+        return true;
+      }
+    }
+    return false;
+  }
+  // Bytes from the first weight.
+  __device__ int64_t shift() const { return weight * p_.map.weight_stride; }
+
+ private:
+  const Problem& p_;
+  uint32_t used_, next_;
+};
+
+// Calls with(stage of the weight, its turn) in the order of the ring, from a turn on: the parts of a block take turns.
 //
 // A barrier tells only the parity of a phase.  So whoever waits for one takes part in each of its phases: a place in the ring is
 // always of the same part, whose number divides that of the places, and of the same preparing warp.
 template <class S, class With>
-__device__ void for_stages(const Problem& p, int split, With&& with) {
+__device__ void for_stages(const Problem& p, int split, Turn& turn, With&& with) {
   const Range range = p.range(split * S::kParts), last = p.range(split * S::kParts + S::kParts - 1);
   const int count = max(range.end - range.begin, last.end - last.begin) * S::kParts;
-  Turn turn;
 #pragma unroll 1
   for (int i = 0; i < count; ++i, turn.advance(1, p.stages)) {
     const Range& own = i % S::kParts == 0 ? range : last;

@@ -22,20 +22,21 @@ bool launch_few(const ScaledMmArgs& args, const Launch& launch) {
   return launch_shape<WarpgroupShape<Sum, kExact, 1, 128, kBatches, 1, 2>>(args, launch, columns);
 }
 
-// Tiles of 128 rows.  Wide ones take less time for each column, but the last round of them may find little to do.  Where sums are
-// added without scales of their own, which is quicker, narrow ones do as well.
+// Tiles of 128 rows.  Where sums are added only at the end, wide ones take less time for each column, but the last round of them may
+// find little to do.
 template <class Sum, bool kExact>
 bool launch_many(const ScaledMmArgs& args, const Launch& launch) {
-  const RowGroups& groups = args.groups;
-  const int64_t sms = num_sms(launch.device);
-  const int64_t row_tiles =
-      groups.are_apart() ? groups.count * ((groups.expected_rows + 127) / 128) : (args.m + 127) / 128;
-  const auto time = [&](int64_t columns) {
-    const int64_t tiles = row_tiles * ((args.n + columns - 1) / columns);
-    return (tiles + sms - 1) / sms * (columns + 24);
-  };
-  if ((kExact || args.in_blocks) && time(256) <= time(128))
-    return launch_shape<WarpgroupShape<Sum, kExact, 2, 256, kHalves>>(args, launch);
+  if constexpr (kExact) {
+    const RowGroups& groups = args.groups;
+    const int64_t sms = num_sms(launch.device);
+    const int64_t row_tiles =
+        groups.are_apart() ? groups.count * ((groups.expected_rows + 127) / 128) : (args.m + 127) / 128;
+    const auto time = [&](int64_t columns) {
+      const int64_t tiles = row_tiles * ((args.n + columns - 1) / columns);
+      return (tiles + sms - 1) / sms * (columns + 24);
+    };
+    if (time(256) <= time(128)) return launch_shape<WarpgroupShape<Sum, true, 2, 256, kBatches>>(args, launch);
+  }
   return launch_shape<WarpgroupShape<Sum, kExact, 2, 128, kRolling>>(args, launch);
 }
 
@@ -58,6 +59,7 @@ bool launch_sm90(const ScaledMmArgs& args, const Launch& launch) {
   if (!has_warpgroups(launch.device) || !rows.in_chunks || !columns.in_chunks || args.k == 0) return false;
   if (args.m > INT32_MAX - 256 || args.n > INT32_MAX - 256 || args.k > INT32_MAX - 256) return false;
   if ((args.a_group | (args.groups.count > 1 ? args.b_group : 0)) % 16 != 0) return false;
+  if (launch_many_sm90(args, launch)) return true;
   if (!args.is_int8) return launch_sum<float, false>(args, launch);
   if (!args.in_blocks) return launch_sum<int32_t, true>(args, launch);
   return launch_shape<WarpgroupShape<int32_t, false, 2, 128, kRolling>>(args, launch);

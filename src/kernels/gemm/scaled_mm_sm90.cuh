@@ -7,8 +7,8 @@
 // Few rows: bound by reading b, once.  Tiles have so many columns that every multiprocessor has as much of b to read, and
 // several blocks of k are multiplied at once, so that the ring empties as fast as it fills.
 // Many rows: bound by the matrix units, and by the warps, to whom adding sums of 8-bit products in fp32 is as much work.  The
-// matrix units have a block of k to sum while the one before is added; or tiles are twice as wide and added one half at a time,
-// while the other warpgroup multiplies.
+// matrix units have a block of k to sum while the one before is added.  What is usual has a kernel of its own
+// (scaled_mm_many_sm90.cu).
 //
 // The same instruction serves any number of rows: what is added when does not depend on the tile.
 #pragma once

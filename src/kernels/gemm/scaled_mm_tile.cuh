@@ -218,5 +218,7 @@ __device__ void store_tile(const Problem& p, const uint32_t* sums, const Tile& t
 
 // By Hopper's matrix units (scaled_mm_sm90.cu).  False if the GPU has none, or they cannot copy these arrays, whatever m is.
 bool launch_sm90(const ScaledMmArgs& args, const Launch& launch);
+// What is usual, of many rows (scaled_mm_many_sm90.cu).  False if it is not that.
+bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch);
 
 }  // namespace pykv::scaled_mm

@@ -10,8 +10,8 @@ namespace {
 template <class S>
 struct Multiplier : Sums<S> {
   using typename Sums<S>::Sum;
-  using Sums<S>::kEach, Sums<S>::kOfPart, Sums<S>::o, Sums<S>::ring, Sums<S>::kept, Sums<S>::group, Sums<S>::blocks,
-      Sums<S>::first_line, Sums<S>::lane, Sums<S>::turn, Sums<S>::split, Sums<S>::sum, Sums<S>::total;
+  using Sums<S>::kEach, Sums<S>::o, Sums<S>::ring, Sums<S>::kept, Sums<S>::group, Sums<S>::blocks, Sums<S>::first_line,
+      Sums<S>::lane, Sums<S>::turn, Sums<S>::split, Sums<S>::sum, Sums<S>::total;
 
   // A block of k that has been given to the matrix units.
   struct Pending {
@@ -19,18 +19,16 @@ struct Multiplier : Sums<S> {
     float scale[2][2];  // of the lane's two rows, times that of columns before the split, and after it
   };
 
-  // A part of the columns, of a stage that has come if it is not the first.
-  template <int kPart = 0>
-  __device__ void multiply(Sum (&into)[kOfPart], bool anew) {
+  __device__ void multiply(Sum (&into)[kEach], bool anew) {
     const uint32_t at = ring.data + turn.stage * o.stage_bytes;
     const uint64_t a = wgmma_matrix(at + group * 64 * kLine, 8 * kLine);
-    const uint64_t b = wgmma_matrix(at + (o.lines + kPart * S::kWidth) * kLine, 8 * kLine);
-    if constexpr (kPart == 0) mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
+    const uint64_t b = wgmma_matrix(at + o.lines * kLine, 8 * kLine);
+    mbarrier_wait(ring.full + turn.stage * 8, turn.parity);
     if constexpr (!S::kExact) wgmma_pin(into);
     wgmma_begin();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Wgmma8<Sum, S::kWidth>::ss(into, wgmma_further(a, 32 * step), wgmma_further(b, 32 * step), step > 0 || !anew);
+      Wgmma8<Sum, S::kColumns>::ss(into, wgmma_further(a, 32 * step), wgmma_further(b, 32 * step), step > 0 || !anew);
     wgmma_commit();
   }
 
@@ -50,23 +48,23 @@ struct Multiplier : Sums<S> {
     for (int i = 0; i < 2; ++i) {
       const float of_row = from[first_line + 8 * i + lane / 4];
       scale[i][0] = of_row * of_columns.x;
-      scale[i][1] = S::kStraddles || S::kParts > 1 ? of_row * of_columns.y : scale[i][0];
+      scale[i][1] = S::kStraddles ? of_row * of_columns.y : scale[i][0];
     }
   }
 
-  __device__ void begin_block(Sum (&into)[kOfPart], Pending& pending) {
+  __device__ void begin_block(Sum (&into)[kEach], Pending& pending) {
     pending.stage = turn.stage;
     multiply(into, true);
     load_scales(turn.stage, pending.scale);
     turn.next();
   }
   template <int kLater>
-  __device__ void end_block(Sum (&from)[kOfPart], const Pending& pending) {
+  __device__ void end_block(Sum (&from)[kEach], const Pending& pending) {
     wgmma_wait<kLater>();
     wgmma_pin(from);
     free(pending.stage);
 #pragma unroll
-    for (int i = 0; i < kOfPart; ++i) {
+    for (int i = 0; i < kEach; ++i) {
       const float factor = S::kStraddles && i / 4 >= split ? pending.scale[i / 2 % 2][1] : pending.scale[i / 2 % 2][0];
       total[i] = fmaf(factor, static_cast<float>(from[i]), total[i]);
     }
@@ -107,31 +105,6 @@ struct Multiplier : Sums<S> {
     }
   }
 
-  // kPart's block of columns has scales of its own.
-  template <int kPart>
-  __device__ void add_part(const float (&scale)[2][2]) {
-    wgmma_wait<0>();
-    wgmma_pin(sum[0]);
-    if constexpr (kPart == S::kParts - 1) free(turn.stage);
-#pragma unroll
-    for (int i = 0; i < kOfPart; ++i) {
-      float& x = total[kPart * kOfPart + i];
-      x = fmaf(scale[i / 2 % 2][kPart], static_cast<float>(sum[0][i]), x);
-    }
-  }
-  __device__ void multiply_halves() {
-    static_assert(S::kPipeline != kHalves || S::kWidth == ScaledMmArgs::kBlock);
-#pragma unroll 1
-    for (int block = 0; block < blocks; ++block, turn.next()) {
-      float scale[2][2];
-      multiply<0>(sum[0], true);
-      load_scales(turn.stage, scale);
-      add_part<0>(scale);
-      multiply<1>(sum[0], true);
-      add_part<1>(scale);
-    }
-  }
-
   // A block is multiplied while its predecessor's stage is given back.
   __device__ void multiply_exact() {
     uint32_t last = 0;
@@ -153,9 +126,7 @@ struct Multiplier : Sums<S> {
     } else {
 #pragma unroll
       for (float& x : total) x = 0.0f;
-      if constexpr (S::kPipeline == kHalves) {
-        multiply_halves();
-      } else if constexpr (S::kPipeline == kRolling) {
+      if constexpr (S::kPipeline == kRolling) {
         multiply_rolling();
       } else {
         int block = 0;

@@ -10,8 +10,8 @@
 namespace pykv::scaled_mm {
 
 // What the matrix units have of a warpgroup while it adds sums.  kBatches: nothing, but several blocks of k are multiplied before.
-// kRolling: the next block of k.  kHalves: nothing; half of the columns are multiplied and added after the other.
-enum Pipeline { kBatches, kRolling, kHalves };
+// kRolling: the next block of k.
+enum Pipeline { kBatches, kRolling };
 
 // kGroups warpgroups, each of 64 rows.  kExact: sums of int8 that stay integers.
 template <class Sum_, bool kExact_, int kGroups_, int kColumns_, Pipeline kPipeline_, int kBlocks_ = 1, int kPerSm_ = 1>
@@ -22,7 +22,6 @@ struct WarpgroupShape {
   static constexpr Pipeline kPipeline = kExact ? kBatches : kPipeline_;
   static constexpr int kBlocks = kExact ? 1 : kBlocks_;  // of k, that are multiplied at once
   static constexpr int kPerSm = kPerSm_;                 // blocks of a multiprocessor
-  static constexpr int kParts = kPipeline == kHalves ? 2 : 1, kWidth = kColumns / kParts;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups, kRowBytes = kRows * kLine;
   static constexpr int kRingBytes = (192 << 10) / kPerSm;

@@ -9,7 +9,7 @@ namespace {
 template <class S>
 struct Sums {
   using Sum = typename S::Sum;
-  static constexpr int kEach = S::kColumns / 2, kOfPart = S::kWidth / 2;  // sums of a lane
+  static constexpr int kEach = S::kColumns / 2;  // sums of a lane
   static constexpr int kSums = S::kPipeline == kRolling ? 2 : S::kBlocks;
   // Numbers of columns: a lane has every 32nd, and gives them to those that have two neighbours of eight.
   static constexpr int kOfLane = (S::kColumns + 31) / 32;
@@ -24,7 +24,7 @@ struct Sums {
   Turn turn{o.stages};
   int split;  // eights of columns before the second block of b's scales
 
-  Sum sum[kSums][kOfPart];
+  Sum sum[kSums][kEach];
   float total[S::kExact ? 1 : kEach];
 
   __device__ int64_t column_of_lane(const Tile& tile, int i) const {

@@ -156,7 +156,7 @@ struct Launcher {
     // As many threads on an SM as do not spill: they hide each other's arithmetic.  Two rows a thread share a sixth of it: from some
     // four thousand tokens on that is worth more than twice the threads.
     constexpr bool kMayHaveTwo = kCodes == QuantCode::kE2M1 && !kGated && !kChoose;
-    constexpr int kMinBlocks = kChoose ? 14 : kGated ? 16 : 20;
+    constexpr int kMinBlocks = kChoose ? 14 : kGated ? 16 : 20, kMinBlocksOfTwo = kNvfp4 ? 14 : 16;
     const bool two = kMayHaveTwo && args.rows * args.width / kUnit >= int64_t{3072} * num_sms(launch.device);
     const int64_t step = two ? 2 : 1;
     if (args.of_experts.first.data) {
@@ -170,7 +170,8 @@ struct Launcher {
         const int64_t total = (args.rows + 8 * step - 1) / (8 * step) * fours * 32;
         if constexpr (kMayHaveTwo)
           if (two)
-            return start(expert_kernel<T, Source, kScale, kCodes, 2, 14>, total, plan, launch.reporter(of.report));
+            return start(expert_kernel<T, Source, kScale, kCodes, 2, kMinBlocksOfTwo>, total, plan,
+                         launch.reporter(of.report));
         return start(expert_kernel<T, Source, kScale, kCodes, 1, kMinBlocks>, total, plan, launch.reporter(of.report));
       }
     } else if constexpr (kNvfp4 || !kGated) {  // silu to mxfp4 is of experts alone
@@ -189,7 +190,7 @@ struct Launcher {
                            static_cast<uint32_t>(row_step),
                            tiled ? octet_step : args.scale_rows.stride0};
       if constexpr (kMayHaveTwo)
-        if (two) return start(block_kernel<T, Source, kScale, kCodes, kChoose, 2, 16>, total, plan);
+        if (two) return start(block_kernel<T, Source, kScale, kCodes, kChoose, 2, kMinBlocksOfTwo>, total, plan);
       return start(block_kernel<T, Source, kScale, kCodes, kChoose, 1, kMinBlocks>, total, plan);
     }
     return false;

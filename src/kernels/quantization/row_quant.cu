@@ -20,7 +20,6 @@ namespace pykv {
 namespace {
 
 constexpr int kMostThreads = 1024, kWarps = 4;  // of a block: of long rows; of short ones
-constexpr int kRegisters = 48;                  // so that an SM has ten blocks of 128 threads
 
 // Numbers in the order of their bits as signed integers, and back.
 __device__ inline int ordered(float x) {
@@ -29,7 +28,7 @@ __device__ inline int ordered(float x) {
 }
 __device__ inline float from_ordered(int key) { return __int_as_float(key < 0 ? key ^ 0x7fffffff : key); }
 
-// The largest over all threads of a row; of two keys at once.
+// The largest over all threads of a row.
 template <bool kWarp>
 __device__ int largest_of_row(int key, int (&memory)[32]) {
   key = __reduce_max_sync(0xffffffffu, key);
@@ -37,15 +36,6 @@ __device__ int largest_of_row(int key, int (&memory)[32]) {
   if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = key;
   __syncthreads();
   return __reduce_max_sync(0xffffffffu, memory[min(threadIdx.x % 32, blockDim.x / 32 - 1)]);
-}
-template <bool kWarp>
-__device__ int2 largest_of_row(int2 keys, int (&memory)[2][32]) {
-  keys.x = __reduce_max_sync(0xffffffffu, keys.x);
-  if constexpr (!kWarp)
-    if (threadIdx.x % 32 == 0) memory[1][threadIdx.x / 32] = keys.x;
-  keys.y = largest_of_row<kWarp>(keys.y, memory[0]);  // with a barrier
-  if constexpr (!kWarp) keys.x = __reduce_max_sync(0xffffffffu, memory[1][min(threadIdx.x % 32, blockDim.x / 32 - 1)]);
-  return keys;
 }
 
 // Codes of a pack by the scale of its row.
@@ -88,7 +78,9 @@ class Coder {
 
 // kWarp: a row is a warp's, else a block's.  kAny: it may have packs that no register holds, or that are not aligned.
 template <class T, int kPacks, bool kWarp, bool kAny>
-__global__ __maxnreg__(kRegisters) void row_quant_kernel(const __grid_constant__ RowQuantArgs args, bool aligned) {
+__global__ __launch_bounds__(kWarp ? 32 * kWarps
+                                   : kMostThreads) void row_quant_kernel(const __grid_constant__ RowQuantArgs args,
+                                                                         bool aligned) {
   constexpr int kSize = kPackSize<T>;
   __shared__ int memory[2][32];
   const int thread = kWarp ? threadIdx.x % 32 : threadIdx.x, threads = kWarp ? 32 : blockDim.x;
@@ -131,9 +123,8 @@ __global__ __maxnreg__(kRegisters) void row_quant_kernel(const __grid_constant__
     for (int k = 0; k < kPacks; ++k) take(x[k], k);
     if constexpr (kAny)
       for (int64_t k = kPacks; at(k) < width; ++k) take(load(k), k);
-    const int2 keys = largest_of_row<kWarp>(int2{~ordered(extremes.low), ordered(extremes.high)}, memory);
-    low = from_ordered(~keys.x);
-    high = from_ordered(keys.y);
+    low = from_ordered(~largest_of_row<kWarp>(~ordered(extremes.low), memory[1]));
+    high = from_ordered(largest_of_row<kWarp>(ordered(extremes.high), memory[0]));
     if (!(low <= high)) low = high = 0.0f;  // no number
   } else {
     high = largest_of(x);

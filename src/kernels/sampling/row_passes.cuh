@@ -9,9 +9,10 @@ namespace pykv {
 // body(column of the first, the vector's logits), for the vectors of this thread; all threads of a warp come together.  A pass that
 // goes backwards begins with what the one before it has left in the L2.  kAhead: the next vectors are loaded while these are worked
 // on, which wants registers.
-template <int kVectors, bool kBackwards = false, bool kAhead = false, class T, class Body>
+template <int kVectors, bool kBackwards = false, bool kAhead = false, int kThreads = kSelectThreads, class T,
+          class Body>
 __device__ void each_vector(const RowSlice<T>& slice, Body body) {
-  constexpr int kSize = kPackSize<T>, kStep = kSelectThreads * kSize, kGroup = kVectors * kStep;
+  constexpr int kSize = kPackSize<T>, kStep = kThreads * kSize, kGroup = kVectors * kStep;
   const int groups = (slice.end - slice.first_vector + kGroup - 1) / kGroup;
   const auto first_of = [&](int group) {
     return slice.first_vector + (kBackwards ? groups - 1 - group : group) * kGroup +
@@ -74,7 +75,7 @@ __device__ float largest_of(const Pack<T>& x) {
 
 // body(first column, the largest logit) for runs of 16 columns, of which each lane of a warp gets one of 32; all lanes come together,
 // and each warp comes, if to runs outside the row, where the largest is -infinity.  largest(column of the first, the vector).
-template <int kVectors, class T, class Largest, class Body>
+template <int kVectors, int kThreads, class T, class Largest, class Body>
 __device__ void each_run(const RowSlice<T>& slice, Largest largest, Body body) {
   constexpr int kSize = kPackSize<T>, kRun = 16, kParts = kRun / kSize, kRunsOfWarp = 32;
   static_assert(kVectors % kParts == 0 && (kParts == 2 || kParts == 4));
@@ -97,7 +98,7 @@ __device__ void each_run(const RowSlice<T>& slice, Largest largest, Body body) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) x[v] = largest(first + (v * 32 + lane) * kSize, raw[v]);
     const int here = first;
-    first += kSelectWarps * kStep;
+    first += kThreads / 32 * kStep;
     load();  // while these are worked on
 #pragma unroll
     for (int v = 0; v < kVectors; v += kParts) {

@@ -54,13 +54,13 @@ __device__ inline float logarithm_of_2(float x) {
 }
 
 // kPlain: nothing but temperatures is given, and so there is less code, for which registers suffice.  kAhead: passes load what
-// comes next while they work, which wants registers.
-template <class T, bool kAdjusted, bool kPlain, bool kAhead>
+// comes next while they work, which wants registers.  kThreads: of a block; others than kSelectThreads with kPlain alone.
+template <class T, bool kAdjusted, bool kPlain, bool kAhead, int kThreads = kSelectThreads>
 class RowSampler {
  public:
   __device__ RowSampler(const SampleArgs& args, const RowSlice<T>& slice, const SampleRow& r,
-                        const RowAdjustments& adjusted, RowTeam& team, RowMemory& memory, Search& search,
-                        Entry* entries, int room)
+                        const RowAdjustments& adjusted, RowTeamOf<kThreads / 32>& team, RowMemory& memory,
+                        Search& search, Entry* entries, int room)
       : args_(args),
         adjusted_(adjusted),
         slice_(slice),
@@ -284,7 +284,7 @@ class RowSampler {
     constexpr int kAtOnce = kAdjusted ? 1 : 4;
     float largest = -INFINITY;
     int at = 0;  // the vector with the first one; before column 0, too
-    each_vector<kAtOnce, false, kAhead>(slice_, [&](int column, const Vec<float, kSize>& raw) {
+    each_vector<kAtOnce, false, kAhead, kThreads>(slice_, [&](int column, const Vec<float, kSize>& raw) {
       const float x = largest_of(values(column, raw));
       if (x <= largest || largest != largest) return;  // columns ascend; nothing comes before NaN
       largest = x;
@@ -333,7 +333,7 @@ class RowSampler {
       }
     };
     bool is_first = true;
-    each_run<16 / kSize>(slice_, largest_of_vector, [&](int column, float largest) {
+    each_run<16 / kSize, kThreads>(slice_, largest_of_vector, [&](int column, float largest) {
       const auto learn_of_block = [&] { learn(*const_cast<volatile uint32_t*>(&search_.best_key)); };
       learn_of_block();
       constexpr float kMostOfNoise = 38.0f;  // of the least number there is, as a power of 2
@@ -401,7 +401,7 @@ class RowSampler {
   const RowSlice<T>& slice_;
   const SampleRow& r_;  // in shared memory, both: registers are rare
   const RowAdjustments& adjusted_;
-  RowTeam& team_;
+  RowTeamOf<kThreads / 32>& team_;
   RowMemory& memory_;
   Search& search_;
   Entry* entries_;

@@ -9,7 +9,7 @@ constexpr int kBins = 2048, kBinsOfOctave = 32;
 
 struct TeamMemory {
   ExchangeMemory exchange;
-  uint64_t parts[2][kSelectWarps];
+  uint64_t parts[2][32];  // of each warp
 };
 struct RowMemory : TeamMemory {
   SelectMemory select;
@@ -26,10 +26,11 @@ struct Plus {
 };
 
 // The threads of all blocks of a row.  Two sums that follow each other have different memory: a thread that still reads the first
-// has not come to the barrier of the second.
-class RowTeam {
+// has not come to the barrier of the second.  kWarps: of a block, up to 32.
+template <int kWarps>
+class RowTeamOf {
  public:
-  __device__ RowTeam(TeamMemory& memory, int rank, int blocks)
+  __device__ RowTeamOf(TeamMemory& memory, int rank, int blocks)
       : memory_(memory), exchange_(memory.exchange, rank, blocks) {}
   __device__ void wait_for_blocks() const { exchange_.wait_for_blocks(); }
 
@@ -92,7 +93,7 @@ class RowTeam {
   // What the warp has found that this lane is called after; 0: none.
   __device__ uint64_t part_of_lane() const {
     const int lane = threadIdx.x % 32;
-    return lane < kSelectWarps ? memory_.parts[use_][lane] : 0;
+    return lane < kWarps ? memory_.parts[use_][lane] : 0;
   }
   // Of the lanes of a warp.
   static __device__ uint64_t sum_of_lower(uint64_t x, int lanes, uint64_t& total) {
@@ -110,5 +111,6 @@ class RowTeam {
   RowExchange exchange_;
   int use_ = 0;
 };
+using RowTeam = RowTeamOf<kSelectWarps>;
 
 }  // namespace pykv

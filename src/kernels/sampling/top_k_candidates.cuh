@@ -110,15 +110,7 @@ struct TopKCandidates {
           return room + 1;
         }
       }
-      uint32_t pending = 0;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec<float, kSize> x = to_floats(raw[v]);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          if (!(value(x[i], columns.at(v, i)) < bound)) pending |= 1u << (v * kSize + i);
-      }
-      columns.leave_out_others(slice, pending);
+      uint32_t pending = which(slice, columns, raw, [&](float x, int column) { return !(value(x, column) < bound); });
       if (append(slice, columns, pending, entries, room, memory, value)) break;  // all is in vain
       if (!kAhead && group + 1 < groups) load(slice, groups, group + 1, next);
     }
@@ -138,15 +130,8 @@ struct TopKCandidates {
       Pack<T> raw[kVectors];
       load(slice, groups, group, raw);
       const Columns columns(slice, groups, group);
-      uint32_t pending = 0;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec<float, kSize> x = to_floats(raw[v]);
-#pragma unroll
-        for (int i = 0; i < kSize; ++i)
-          if (key_of_logit(value(x[i], columns.at(v, i))) > tied) pending |= 1u << (v * kSize + i);
-      }
-      columns.leave_out_others(slice, pending);
+      uint32_t pending =
+          which(slice, columns, raw, [&](float x, int column) { return key_of_logit(value(x, column)) > tied; });
 #pragma unroll 1
       while (true) {
         append(slice, columns, pending, entries, room, memory, value);
@@ -206,6 +191,22 @@ struct TopKCandidates {
     const Columns columns(slice, groups, group);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) raw[v] = slice.load(columns.at(v, 0));
+  }
+
+  // Which logits of a thread's vectors in a group are wanted, a bit each; is_wanted(logit, column).
+  template <class IsWanted>
+  static __device__ uint32_t which(const RowSlice<T>& slice, const Columns& columns, const Pack<T> (&raw)[kVectors],
+                                   IsWanted is_wanted) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec<float, kSize> x = to_floats(raw[v]);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i)
+        if (is_wanted(x[i], columns.at(v, i))) bits |= 1u << (v * kSize + i);
+    }
+    columns.leave_out_others(slice, bits);
+    return bits;
   }
 
   // Which elements of the vector that begins with a column are in this block's part of the row, a bit each.
