@@ -369,6 +369,7 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
 
 // Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).
 inline bool is_folded(const PackedWeight& w) {
+  if (w.codes_kind == CodeKind::kTable16) return true;
   if (!is_integer(w.codes_kind)) return false;
   const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
   return is_small || (w.minima_kind != MinimumKind::kNone && w.minima_kind != MinimumKind::kZero);
@@ -513,6 +514,30 @@ struct Folding {
         }
       }
     }
+  }
+};
+
+// Entries of a table: w = s c, where s and w are rounded.
+template <class T, Fold kFold>
+struct Folding<T, CodeKind::kTable16, kFold> {
+  static constexpr bool kAdds = false;
+  static constexpr float kUnit = 1.0f;
+  struct Factors {
+    float2 scale;
+
+    __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
+        : scale(load_two_scales<kFold>(at.scales, at.supers, w.scales_kind)) {
+      scale = make_float2(scale.x * global, scale.y * global);
+    }
+    __device__ float2 largest() const { return make_float2(fabsf(scale.x), fabsf(scale.y)); }
+    __device__ uint32_t scales(float2 units) const { return pack_pair<T>(scale.x * units.x, scale.y * units.y); }
+    __device__ uint32_t minima(float2) const { return 0; }
+  };
+  __device__ static uint32_t middle(uint32_t) { return 0; }
+  // a: entries
+  __device__ static void scale(uint32_t (&a)[4], uint32_t scales) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = multiply_pairs<T>(a[i], twice(scales, i % 2));
   }
 };
 

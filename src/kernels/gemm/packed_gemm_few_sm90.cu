@@ -213,7 +213,10 @@ class Multiplier {
         if (!S::kRunsOn && (!S::kFolds || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
-      if constexpr (S::kFolds) {
+      if constexpr (S::kFolds && S::kCodes == CodeKind::kTable16) {
+        Code::fragment_of(a, words_[j / 4], j % 4, table_);
+        Folds::scale(a, now_[0]);
+      } else if constexpr (S::kFolds) {
         Folds::fragment(a, words_[j / 4], j % 4, now_[0], now_[1]);
       } else {
         decode(a, j);
@@ -310,8 +313,6 @@ class Multiplier {
       Code::fragment_less(a, words, j % 4, now_);
     } else if constexpr (S::kCodes == CodeKind::kUint4) {
       Code::fragment_in_place(a, words, j % 4);
-    } else if constexpr (S::kCodes == CodeKind::kTable16) {
-      Code::fragment_of(a, words, j % 4, table_);
     } else {
       Code::fragment(a, words, j % 4, nullptr);
     }
@@ -456,7 +457,10 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
     dispatch_fold(p.weight, p.steps, [&]<Fold kFold>() {
       if (p.steps == 2) return run.template operator()<2, kFold>();
       if (p.steps == 1) return run.template operator()<1, kFold>();
-      if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) run.template operator()<4, kFold>();
+      if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) {
+        if (p.steps == 4) return run.template operator()<4, kFold>();
+        run.template operator()<8, kFold>();
+      }
     });
   } else if constexpr (is_integer(S::kCodes)) {  // whose small groups are folded
     run.template operator()<8>();
@@ -571,19 +575,19 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
     if (is_folded(w)) {
-      if (w.group_size % kColumns == 0) return;
       if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
-      return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
+      if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
+      // packed_gemm_sm90.cu multiplies those with scales of e4m3, and some with e8m0, in another way
+      if (w.scales_kind != ScaleKind::kE4M3 && w.scales_kind != ScaleKind::kE8M0)
+        return run.template operator()<CodeKind::kTable16, Minima::kFolded>();
+      return;
     }
     if (is_uint4 && w.minima_kind == MinimumKind::kZero)
       return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
     if (w.minima_kind != MinimumKind::kNone) return;
     if (is_uint4) return run.template operator()<CodeKind::kUint4>();
     if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8>();
-    if (w.codes_kind == CodeKind::kE4M3) return run.template operator()<CodeKind::kE4M3>();
-    // packed_gemm_sm90.cu multiplies those with scales of e4m3, and some with e8m0, in another way
-    if (w.scales_kind != ScaleKind::kE4M3 && w.scales_kind != ScaleKind::kE8M0)
-      return run.template operator()<CodeKind::kTable16>();
+    run.template operator()<CodeKind::kE4M3>();
   });
   return was_launched;
 }

@@ -381,13 +381,15 @@ void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
     if (scales == ScaleKind::kE4M3 ||
         (scales == ScaleKind::kE8M0 && !kIsHalf<T>))  // float16 has too few exponents for e8m0
       return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
+    launch_tokens<T, kKind, Minima::kFolded>(args, launch);
+  } else {
+    if constexpr (is_integer(kKind)) {
+      if (is_folded(args.weight)) return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
+      if (args.weight.minima_kind == MinimumKind::kZero)
+        return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
+    }
+    launch_tokens<T, kKind, Minima::kNone>(args, launch);
   }
-  if constexpr (is_integer(kKind))
-    if (is_folded(args.weight)) return launch_tokens<T, kKind, Minima::kFolded>(args, launch);
-  if constexpr (is_integer(kKind))
-    if (args.weight.minima_kind == MinimumKind::kZero)
-      return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
-  launch_tokens<T, kKind, Minima::kNone>(args, launch);
 }
 
 }  // namespace packed_gemm_sm90

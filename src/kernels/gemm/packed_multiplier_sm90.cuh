@@ -316,7 +316,14 @@ class Multiplier {
           m = __shfl_sync(~0u, own[kSteps == 1], kSteps == 1 ? group : 2 | group, 4);
         }
 #pragma unroll
-        for (int j = kSteps * group; j < kSteps * (group + 1); ++j) Folds::fragment(a[j], words, j, s, m);
+        for (int j = kSteps * group; j < kSteps * (group + 1); ++j) {
+          if constexpr (S::kKind == CodeKind::kTable16) {
+            Code::fragment(a[j], words, j, table_);
+            Folds::scale(a[j], s);
+          } else {
+            Folds::fragment(a[j], words, j, s, m);
+          }
+        }
       }
     } else if constexpr (S::kScalesCodes) {
 #pragma unroll
@@ -424,11 +431,11 @@ class Multiplier {
       units = units_of(stage);
       units = make_float2(inverse_of_power(units.x), inverse_of_power(units.y));
     }
-    if constexpr (has_minima(kFold) && kOne) {
+    if constexpr (Folding<T, S::kKind, kFold>::kAdds && kOne) {
       own[0] = is_minimum ? factors.minima(units) : factors.scales(units);
     } else {
       own[0] = factors.scales(units);
-      if (has_minima(kFold)) own[1] = factors.minima(units);
+      if (Folding<T, S::kKind, kFold>::kAdds) own[1] = factors.minima(units);
     }
   }
   // What weights of a stage have in common.

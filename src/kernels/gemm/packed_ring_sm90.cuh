@@ -51,7 +51,7 @@ struct Shape {
   static constexpr bool kFolds = kMinima == Minima::kFolded;
   static constexpr bool kHasUnits = kFolds && kIsHalf<T>;  // by preparing warps
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
-                        kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+                        kHasTable = kKind == CodeKind::kTable16 && kMinima != Minima::kScaled;
   static constexpr bool kPrepares =
       !kFolds || kHasUnits;  // warps make factors, and one barrier tells of them and of codes
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
