@@ -38,11 +38,14 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
 
 
 def is_rounded(array, w: PackedWeight) -> bool:
-    """Weights are rounded to the dtype of x: entries of NF4's table, and on a GPU integers in small groups."""
+    """Weights are rounded to the dtype of x: entries of NF4's table; on a GPU integers in small groups, and tables."""
     codes, scales, minima, _, _, group, padded, *_ = w.format.split(".")
     is_small = int(group[1:]) % 128 != 0 and int(group[1:]) < int(padded[1:])
-    is_folded = codes[0] == "u" and (is_small or minima not in ("none", "zero"))
-    return (codes, scales) == ("t4", "f32") or (is_folded and array.device == "cuda")
+    if codes[0] == "u":
+        is_rounded = is_small or minima not in ("none", "zero")
+        return is_rounded and not (minima == "zero" and int(codes[1:]) <= 4) and array.device == "cuda"
+    is_table = codes == "t4" and scales not in ("e4m3", "e8m0")
+    return is_table and (scales == "f32" or array.device == "cuda")
 
 
 def check(array, weight: Weight, x, bias=None, **options) -> None:

@@ -76,13 +76,6 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (
       : "memory");
 }
 
-// Copies bytes, multiples of 16, that lie side by side; the barrier counts them.
-__device__ inline void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 // The same to every block of the cluster that `blocks` has a bit for, to the same place there, where its own barrier counts.
 __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[2], uint32_t barrier,
                                        int blocks) {

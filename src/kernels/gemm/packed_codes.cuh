@@ -138,33 +138,26 @@ struct Codes<T, CodeKind::kTable16> {
     }
   }
 
-  // The same from registers, where there are few codes: the bytes of entries, low ones and high ones.
-  struct Table {
-    uint32_t low[4], high[4];
-
-    __device__ explicit Table(const float* numbers) {
+  // The same from registers.  low, high: the bytes of entries
+  __device__ static void fragment_of(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&low)[4],
+                                     const uint32_t (&high)[4]) {
+    uint32_t lows[2], highs[2];
+    bytes_of(lows, words, j, low);
+    bytes_of(highs, words, j, high);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(numbers) + i);
-        const uint32_t first = pack_pair<T>(v.x, v.y), second = pack_pair<T>(v.z, v.w);
-        low[i] = __byte_perm(first, second, 0x6420);
-        high[i] = __byte_perm(first, second, 0x7531);
-      }
+    for (int h = 0; h < 2; ++h) {
+      a[2 * h] = __byte_perm(lows[h], highs[h], 0x6240);
+      a[2 * h + 1] = __byte_perm(lows[h], highs[h], 0x7351);
     }
-  };
-  __device__ static void fragment_of(uint32_t (&a)[4], const uint4 (&words)[1], int j, const Table& table) {
+  }
+  // One of 16 bytes for each code, as kUint8 has them.
+  __device__ static void bytes_of(uint32_t (&to)[2], const uint4 (&words)[1], int j, const uint32_t (&bytes)[4]) {
     const uint32_t w = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[0])[j], 0, 0x3120);
     const uint32_t of_eight = w & 0x77777777u, upper = and_or(w >> 1, 0x44444444u, 0x32103210u);
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {  // rows g and 8 + g of the first column, then of the second
-      const auto bytes = [&](const uint32_t (&of)[4]) {
-        return permute(permute(of[0], of[1], of_eight >> 8 * i), permute(of[2], of[3], of_eight >> 8 * i),
-                       upper >> 8 * i);
-      };
-      const uint32_t low = bytes(table.low), high = bytes(table.high);
-      a[i] = __byte_perm(low, high, 0x6240);
-      a[i + 1] = __byte_perm(low, high, 0x7351);
-    }
+    for (int h = 0; h < 2; ++h)
+      to[h] = permute(permute(bytes[0], bytes[1], of_eight >> 16 * h), permute(bytes[2], bytes[3], of_eight >> 16 * h),
+                      upper >> 16 * h);
   }
 
   // Where the table is E2M1's, times scales of rows g and 8 + g, as pairs: exact, for a code has two bits that count, a scale of
@@ -367,27 +360,81 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
   }
 }
 
+// What codes stand for, in registers, where that is a table.
+template <class T, CodeKind kKind>
+struct EntriesOf {
+  __device__ explicit EntriesOf(const float*) {}
+  __device__ bool are_octets() const { return true; }
+  __device__ float unit() const { return 1.0f; }
+};
+template <class T>
+struct EntriesOf<T, CodeKind::kTable16> {
+  uint32_t low[4], high[4];  // the bytes of entries
+  uint32_t octets[4];        // if all are integers or eighths, as most are: that and 128
+
+  __device__ explicit EntriesOf(const float* numbers) {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = __ldg(numbers + i);
+    bool are_integers = true, are_eighths = true;
+#pragma unroll
+    for (float x : v) {
+      are_integers &= is_octet(x);
+      are_eighths &= is_octet(8.0f * x);
+    }
+    are_octets_ = are_integers || are_eighths;
+    eighths_ = !are_integers && are_eighths;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t first = pack_pair<T>(v[4 * i], v[4 * i + 1]), second = pack_pair<T>(v[4 * i + 2], v[4 * i + 3]);
+      low[i] = __byte_perm(first, second, 0x6420);
+      high[i] = __byte_perm(first, second, 0x7531);
+      octets[i] = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        octets[i] |=
+            (static_cast<uint32_t>(static_cast<int>(eighths_ ? 8.0f * v[4 * i + e] : v[4 * i + e]) + 128) & 255u)
+            << 8 * e;
+    }
+  }
+  __device__ bool are_octets() const { return are_octets_; }
+  // What integers are to be multiplied by.
+  __device__ float unit() const { return eighths_ ? 0.125f : 1.0f; }
+
+ private:
+  bool are_octets_, eighths_;
+  __device__ static bool is_octet(float x) { return x == rintf(x) && fabsf(x) <= 127.0f; }
+};
+
 // Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).
 inline bool is_folded(const PackedWeight& w) {
   if (w.codes_kind == CodeKind::kTable16) return true;
-  if (!is_integer(w.codes_kind)) return false;
+  const bool is_exact = w.minima_kind == MinimumKind::kZero && w.codes_kind == CodeKind::kUint4;
+  if (!is_integer(w.codes_kind) || is_exact) return false;
   const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
   return is_small || (w.minima_kind != MinimumKind::kNone && w.minima_kind != MinimumKind::kZero);
 }
 
-// How: factors of any kinds, with minima or none; the bytes of Q3_K and Q6_K; those of Q2_K, Q4_K and Q5_K.
+// How: factors of any kinds, with minima or none; the bytes of Q3_K and Q6_K; those of Q2_K, Q4_K and Q5_K.  Of tables: kMinima where
+// entries are no integers, and kBytes of any sign.
 enum class Fold { kNone, kMinima, kBytes, kBytesMinima };
 PYKV_HOST_DEVICE constexpr bool has_minima(Fold fold) { return fold == Fold::kMinima || fold == Fold::kBytesMinima; }
+// steps: of 16 columns of a group; those of bytes have one or two.
+PYKV_HOST_DEVICE inline bool are_bytes(const PackedWeight& w, int steps) {
+  return steps <= 2 && w.scales_kind == ScaleKind::kF16U8 && w.minima_kind == MinimumKind::kF16U8;
+}
 
-// Calls with.template operator()<fold>().  steps: of 16 columns of a group; those of bytes have one or two.
-template <class With>
-__device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, With with) {
-  const bool adds_nothing = w.minima_kind == MinimumKind::kNone;
-  if (steps <= 2 && w.scales_kind == ScaleKind::kF16U8 && w.minima_kind == MinimumKind::kF16U8) {
-    with.template operator()<Fold::kBytesMinima>();
-  } else if (steps <= 2 && w.scales_kind == ScaleKind::kF16I8 && adds_nothing) {
+// Calls with.template operator()<fold>().
+template <CodeKind kKind, class With>
+__device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, bool are_octets, With with) {
+  const bool is_plain = w.minima_kind == MinimumKind::kNone && are_octets;
+  if (kKind != CodeKind::kTable16 && are_bytes(w, steps)) {
+    if constexpr (kKind != CodeKind::kTable16) with.template operator()<Fold::kBytesMinima>();
+  } else if (is_plain && steps <= 2 &&
+             (w.scales_kind == ScaleKind::kF16I8 ||
+              (kKind == CodeKind::kTable16 && w.scales_kind == ScaleKind::kF16U8))) {
     with.template operator()<Fold::kBytes>();
-  } else if (w.scales_kind == ScaleKind::kF16 && adds_nothing) {
+  } else if (is_plain && w.scales_kind == ScaleKind::kF16) {
     with.template operator()<Fold::kNone>();
   } else {  // scales of others may have more exponents than without minima there is room for
     with.template operator()<Fold::kMinima>();
@@ -395,9 +442,16 @@ __device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, 
 }
 
 // Scales of two rows from shared memory: those of a group at `at`, those of 256 columns at `supers`.
-template <Fold kFold>
+template <Fold kFold, bool kAnySign>
 __device__ float2 load_two_scales(uint32_t at, uint32_t supers, ScaleKind kind) {
   if constexpr (kFold == Fold::kNone) return unpack_pair<half>(load_shared_4(at));
+  if constexpr (kFold == Fold::kBytes && kAnySign) {
+    const uint32_t sign = kind == ScaleKind::kF16I8 ? 0x8080u : 0u, octets = load_shared_2(at) ^ sign;
+    const float less = static_cast<float>(sign & 0xffu);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(supers));
+    return make_float2(of_256.x * (static_cast<float>(octets & 0xffu) - less),
+                       of_256.y * (static_cast<float>(octets >> 8) - less));
+  }
   if (kFold == Fold::kBytes || kFold == Fold::kBytesMinima || has_supers(kind)) {
     const uint32_t octets = load_shared_2(at);
     const float2 of_256 = unpack_pair<half>(load_shared_4(supers));
@@ -452,7 +506,7 @@ __device__ inline float inverse_of_power(float power) { return __uint_as_float(0
 // Codes of integers that are multiplied by the scale of their group as they are decoded: sums of any groups are one.  w = (c - kMiddle) s,
 // rounded to 16 bits; with minima: and m, which has what c lost in it, for so it is much less: s, m and w are rounded.  float16 has few
 // exponents: there a row has a power of two for each 128 columns, not above the largest s or m.
-template <class T, CodeKind kKind, Fold kFold>
+template <class T, CodeKind kKind, Fold kFold, bool kAnySign = false>
 struct Folding {
   static constexpr bool kAdds = has_minima(kFold);
   static constexpr bool kIsNarrow = kKind == CodeKind::kUint4;
@@ -466,7 +520,7 @@ struct Folding {
     float2 scale, minimum;
 
     __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
-        : scale(load_two_scales<kFold>(at.scales, at.supers, w.scales_kind)), minimum{} {
+        : scale(load_two_scales<kFold, kAnySign>(at.scales, at.supers, w.scales_kind)), minimum{} {
       scale = make_float2(scale.x * global, scale.y * global);
       if (kAdds) minimum = load_two_minima<kFold>(at.minima, at.lows, w.minima_kind, w.offset, scale);
     }
@@ -478,7 +532,20 @@ struct Folding {
       return pack_pair<T>(scale.x * (of_scale(0) * units.x), scale.y * (of_scale(1) * units.y));
     }
     __device__ uint32_t minima(float2 units) const { return pack_pair<T>(minimum.x * units.x, minimum.y * units.y); }
+    // Either of them.
+    __device__ uint32_t one(bool is_minimum, float2 units) const {
+      const float x = is_minimum ? minimum.x : scale.x * of_scale(0),
+                  y = is_minimum ? minimum.y : scale.y * of_scale(1);
+      return pack_pair<T>(x * units.x, y * units.y);
+    }
   };
+  // Of float16, what factors of 256 columns have in common: they are at most 255 times that.
+  static constexpr bool kHasUnitOf256 = kIsHalf<T> && kFold == Fold::kBytesMinima;
+  __device__ static float2 units_of_256(uint32_t supers, uint32_t lows, float global) {
+    const float2 s = unpack_pair<half>(load_shared_4(supers)), m = unpack_pair<half>(load_shared_4(lows));
+    return make_float2(2.0f * power_below(fmaxf(fabsf(s.x * global), fabsf(m.x))),
+                       2.0f * power_below(fmaxf(fabsf(s.y * global), fabsf(m.y))));
+  }
 
   // What s of row g or 8 + g is to be multiplied by.
   __device__ static constexpr float of_scale(int row) {
@@ -492,7 +559,7 @@ struct Folding {
     return multiply_pairs<T>(scales, kOfRows);
   }
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[kIsNarrow ? 1 : 2], int j, uint32_t scales,
-                                  uint32_t minima) {
+                                  uint32_t minima, const EntriesOf<T, kKind>& = EntriesOf<T, kKind>(nullptr)) {
     if constexpr (kAdds && kIsNarrow) Codes<T, kKind>::fragment_in_place(a, words, j);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -517,16 +584,29 @@ struct Folding {
   }
 };
 
-// Entries of a table: w = s c, where s and w are rounded.
+// Entries of a table that are integers: those of kUint8, by their codes.
 template <class T, Fold kFold>
-struct Folding<T, CodeKind::kTable16, kFold> {
-  static constexpr bool kAdds = false;
+struct Folding<T, CodeKind::kTable16, kFold, false> : Folding<T, CodeKind::kUint8, kFold, true> {
+  using Octets = Folding<T, CodeKind::kUint8, kFold, true>;
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t minima,
+                                  const EntriesOf<T, CodeKind::kTable16>& entries) {
+    uint32_t octets[2];
+    Codes<T, CodeKind::kTable16>::bytes_of(octets, words, j, entries.octets);
+    const uint4 of_step[2] = {make_uint4(octets[0], 0, 0, 0), make_uint4(octets[1], 0, 0, 0)};
+    Octets::fragment(a, of_step, 0, scales, minima);
+  }
+};
+
+// Any entries: w = s c, where s and w are rounded.
+template <class T>
+struct Folding<T, CodeKind::kTable16, Fold::kMinima, false> {
+  static constexpr bool kAdds = false, kHasUnitOf256 = false;
   static constexpr float kUnit = 1.0f;
   struct Factors {
     float2 scale;
 
     __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
-        : scale(load_two_scales<kFold>(at.scales, at.supers, w.scales_kind)) {
+        : scale(load_two_scales<Fold::kMinima, false>(at.scales, at.supers, w.scales_kind)) {
       scale = make_float2(scale.x * global, scale.y * global);
     }
     __device__ float2 largest() const { return make_float2(fabsf(scale.x), fabsf(scale.y)); }
@@ -534,8 +614,9 @@ struct Folding<T, CodeKind::kTable16, kFold> {
     __device__ uint32_t minima(float2) const { return 0; }
   };
   __device__ static uint32_t middle(uint32_t) { return 0; }
-  // a: entries
-  __device__ static void scale(uint32_t (&a)[4], uint32_t scales) {
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t,
+                                  const EntriesOf<T, CodeKind::kTable16>& entries) {
+    Codes<T, CodeKind::kTable16>::fragment_of(a, words, j, entries.low, entries.high);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = multiply_pairs<T>(a[i], twice(scales, i % 2));
   }

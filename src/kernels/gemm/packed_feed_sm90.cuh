@@ -1,5 +1,7 @@
-// What fills the ring of packed_gemm_sm90.cu: codes and x by one thread; factors of groups, and sums of x, by some warps.
+// What fills the ring of packed_gemm_sm90.cu: codes and x by one thread, factors of groups by some warps.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
@@ -9,63 +11,16 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// Factors of a stage as they are stored, of four bands of 32 rows: scales and minima [band][group][32], and those of 256 columns
-// [band][32].  Each lane copies those of a kind and band.
-class FactorCopies {
- public:
-  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift) : p_(p) {
-    const PackedWeight& w = p.weight;
-    const int kind = threadIdx.x % 32 / 4, of_tile = threadIdx.x % 4;
-    const int64_t band = min(static_cast<int>(row_tile) * 4 + of_tile, p.bands - 1);
-    const bool of_256 = kind == 2 || kind == 3;
-    const uint8_t* const from = kind == 0   ? w.scales
-                                : kind == 1 ? w.minima
-                                : kind == 2 ? w.supers
-                                : kind == 3 ? w.lows
-                                            : nullptr;
-    of_group_ = of_256 ? 64 : 32 * (kind == 0 ? bytes_of(w.scales_kind) : bytes_of(w.minima_kind));
-    from_ = from ? from + shift + band * (of_256 ? p.blocks : p.groups) * of_group_ : nullptr;
-    is_whole_ = of_256 || p.whole_factors;
-    halves_ = of_256;
-    bytes_ = of_256 ? 64 : p.items * of_group_;
-    to_ = of_tile * bytes_ + (kind == 0 ? p.scales_at : kind == 1 ? p.minima_at : kind == 2 ? p.supers_at : p.lows_at);
-  }
-  // Of stage i to its place in the ring.
-  __device__ void copy(uint32_t stage, int i, uint32_t full) const {
-    if (!from_) return;
-    if (is_whole_) return copy_bytes(stage + to_, from_ + int64_t{i >> halves_} * bytes_, bytes_, full);
-#pragma unroll 1
-    for (int item = 0; item < p_.items; ++item) {
-      const int group = min(p_.groups_by.quotient(i * kColumns + item * p_.steps * 16), p_.groups - 1);
-      copy_bytes(stage + to_ + item * of_group_, from_ + int64_t{group} * of_group_, of_group_, full);
-    }
-  }
-
- private:
-  const Problem& p_;
-  const uint8_t* from_;
-  int of_group_, bytes_, halves_, to_;  // of_group_: bytes; bytes_: of a stage
-  bool is_whole_;
-};
-
-// One thread: codes and x.  One warp where factors come as they are stored.
+// One thread: codes and x.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, const Tiles<S>& tile, int split, Turn& turn) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
   const int first_block = static_cast<int>(tile.row) * (kRows / 16);
   const int first_token = static_cast<int>(tile.token) * S::kTokens;
-  const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes) + (S::kFolds ? p.factor_bytes : 0);
-  [[maybe_unused]] const auto factors = [&] {
-    if constexpr (S::kFolds)
-      return FactorCopies(p, tile.row, tile.shift());
-    else
-      return 0;
-  }();
+  const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
   for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    if constexpr (S::kFolds) factors.copy(stage, i, full);
-    if (S::kFolds && threadIdx.x % 32 != 0) return;
     cluster_expect(full, bytes);
     copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, tile.weight}, full);
     if (p.gathers) return;
@@ -157,21 +112,95 @@ __device__ void gather(const Problem& p, const Ring& ring, int thread, const Til
   });
 }
 
-// Warps of few tokens, each for its places in the ring.
-template <class S>
-__device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, const Tiles<S>& tile, int split,
-                                Turn& turn) {
-  const Gatherer<S> gatherer(p, threadIdx.x % 32, tile.token, tile.shift());
-  for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
-    if (turn.stage % S::kPreparers != warp) return;
-    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
-  });
-}
+// What the lanes of a warp copy of scales or minima of a stage as they are stored, [band][group][32]: pieces of 16 bytes, each 32nd of them.
+class GroupCopies {
+ public:
+  // bytes: of a number
+  __device__ GroupCopies(const Problem& p, const uint8_t* from, int bytes, uint32_t row_tile)
+      : p_(p),
+        from_(from),
+        row_tile_(static_cast<int>(row_tile)),
+        bytes_(bytes),
+        count_(from ? 8 * bytes * p.items : 0),
+        of_stage_(p.weight.group_size == p.steps * 16 && (p.groups & (p.items - 1)) == 0 ? p.items * 32 * bytes : 0) {
+#pragma unroll
+    for (int n = 0; n < kPrepared; ++n) {
+      int column;
+      piece(threadIdx.x % 32 + n * 32, at_[n], column);
+      if (of_stage_ > 0) at_[n] += int64_t{p.groups_by.quotient(column)} * (32 * bytes);
+    }
+  }
+  // Of stage i.
+  __device__ void copy(uint32_t to, int i) const {
+    const int lane = threadIdx.x % 32;
+    int n = lane;
+    if (of_stage_ > 0) {  // they lie side by side
+#pragma unroll
+      for (int k = 0; k < kPrepared; ++k, n += 32)
+        if (n < count_) cp_async_16(to + n * 16, at_[k] + int64_t{i} * of_stage_);
+    }
+#pragma unroll 1
+    for (; n < count_; n += 32) {
+      const uint8_t* at;
+      int column;
+      piece(n, at, column);
+      const int group = min(p_.groups_by.quotient(i * kColumns + column), p_.groups - 1);
+      cp_async_16(to + n * 16, at + int64_t{group} * (32 * bytes_));
+    }
+  }
 
-// What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
+ private:
+  static constexpr int kPrepared = 2;  // those of GGUF seldom have more
+
+  // Where a piece lies in the first group, and its columns in a stage.  All sizes are powers of two: no quotients.
+  __device__ void piece(int n, const uint8_t*& at, int& column) const {
+    const int of_group = 31 - __clz(2 * bytes_ | 1), of_band = of_group + 31 - __clz(p_.items);
+    const int band = min(row_tile_ * 4 + (n >> of_band), p_.bands - 1);
+    at = from_ + int64_t{band} * p_.groups * 32 * bytes_ + (n & ((1 << of_group) - 1)) * 16;
+    column = ((n & ((1 << of_band) - 1)) >> of_group) * p_.steps * 16;
+  }
+
+  const Problem& p_;
+  const uint8_t* const from_;
+  const int row_tile_, bytes_, count_, of_stage_;  // of_stage_: bytes of a band; 0: groups are of other sizes
+  const uint8_t* at_[kPrepared];
+};
+
+// ... and of those of 256 columns, [band][32].
+class FactorCopies {
+ public:
+  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift)
+      : scales_(p, p.weight.scales + shift, bytes_of(p.weight.scales_kind), row_tile),
+        minima_(p, p.weight.minima ? p.weight.minima + shift : nullptr, bytes_of(p.weight.minima_kind), row_tile),
+        scales_at_(p.scales_at),
+        minima_at_(p.minima_at) {
+    const int lane = threadIdx.x % 32, band = min(static_cast<int>(row_tile) * 4 + lane / 4 % 4, p.bands - 1);
+    const uint8_t* const from = lane < 16 ? p.weight.supers : p.weight.lows;
+    of_256_ = from ? from + shift + int64_t{band} * p.blocks * 64 + lane % 4 * 16 : nullptr;
+    of_256_at_ = (lane < 16 ? p.supers_at : p.lows_at) + lane % 16 * 16;
+  }
+  // Of stage i to its place in the ring.
+  __device__ void copy(uint32_t stage, int i) const {
+    scales_.copy(stage + scales_at_, i);
+    minima_.copy(stage + minima_at_, i);
+    if (of_256_) cp_async_16(stage + of_256_at_, of_256_ + i / 2 * 64);
+  }
+
+ private:
+  const GroupCopies scales_, minima_;
+  const int scales_at_, minima_at_;
+  int of_256_at_;
+  const uint8_t* of_256_;
+};
+
+// Factors and, of few tokens, rows of x, for each kPreparers-th place in the ring: as they are stored where codes are multiplied by
+// them, otherwise what sums are multiplied by, of which a lane has four rows of the weight.
 template <class S>
 class Preparer {
+  struct NoCopies {
+    __device__ NoCopies(const Problem&, uint32_t, int64_t) {}
+  };
+
  public:
   // warp: which of them this is
   __device__ Preparer(const Problem& p, const Ring& ring, const Tiles<S>& tile, int warp)
@@ -180,9 +209,11 @@ class Preparer {
         warp_(warp),
         shift_(tile.shift()),
         lane_(threadIdx.x % 32),
-        gatherer_(p, lane_, tile.token, tile.shift()) {
+        gatherer_(p, lane_, tile.token, tile.shift()),
+        copies_(p, tile.row, tile.shift()) {
     const PackedWeight& w = p.weight;
     global_ = __ldg(reinterpret_cast<const float*>(w.data + shift_ + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    if constexpr (S::kHasUnits) global_ *= S::entries(w, shift_).unit();
     const int64_t band = min(static_cast<int>(tile.row) * 4 + lane_ / 8, p.bands - 1);
     factors_ = band * p.groups * 32 + lane_ % 8 * 4;
     supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
@@ -192,8 +223,9 @@ class Preparer {
     for_stages<S>(p_, split, turn, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
       constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
-      if constexpr (S::kHasUnits) {
-        make_units(i, turn);
+      if constexpr (S::kFolds) {
+        copy_factors(i, turn);
+        if (!p_.has_units) return;
       } else if (p_.items == 1) {
         make_factors<1>(i, turn);
       } else if (kMost == 2 || p_.items == 2) {
@@ -224,9 +256,21 @@ class Preparer {
     }
   }
 
-  // What the groups of a stage have in common where their codes are multiplied by scales.
-  __device__ void make_units(int i, const Turn& turn) const {
-    float largest[4] = {};
+  // ... and what the groups of a stage have in common, if they have.
+  __device__ void copy_factors(int i, const Turn& turn) const {
+    float units[4];
+    if (S::kHasUnits && p_.has_units) find_units(units, i);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
+    if constexpr (S::kFew)
+      if (p_.gathers) gatherer_.copy(stage, i * kColumns, full);
+    copies_.copy(stage, i);
+    cp_async_arrive(full);
+    if (S::kHasUnits && p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
+  }
+  __device__ void find_units(float (&largest)[4], int i) const {
+#pragma unroll
+    for (float& x : largest) x = 0.0f;
 #pragma unroll 1
     for (int first = 0; first < p_.items; first += 2) {
       RawFactors raw[2];
@@ -242,10 +286,6 @@ class Preparer {
     }
 #pragma unroll
     for (float& x : largest) x = power_below(x);
-    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
-    if constexpr (S::kFew)
-      if (p_.gathers) gatherer_.copy(ring_.at(turn), i * kColumns, ring_.full + turn.stage * 8);
-    store(ring_.at(turn) + p_.units_at + lane_ * 16, largest);
   }
 
   template <int kCount>
@@ -316,6 +356,7 @@ class Preparer {
   const int64_t shift_;
   const int lane_;
   const Gatherer<S> gatherer_;
+  const std::conditional_t<S::kFolds, FactorCopies, NoCopies> copies_;
   float global_;
   int64_t factors_, supers_;
 };

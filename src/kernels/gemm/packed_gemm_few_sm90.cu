@@ -150,16 +150,6 @@ __device__ void copy_x(const Problem& p, uint32_t to, int32_t row) {
   }
 }
 
-// A table, where codes are entries of one.
-template <class T, CodeKind kKind>
-struct TableOf {
-  __device__ explicit TableOf(const float*) {}
-};
-template <class T>
-struct TableOf<T, CodeKind::kTable16> : Codes<T, CodeKind::kTable16>::Table {
-  using Codes<T, CodeKind::kTable16>::Table::Table;
-};
-
 template <class S>
 class Multiplier {
   using T = typename S::Element;
@@ -167,6 +157,7 @@ class Multiplier {
 
  public:
   float total[4] = {};
+  const EntriesOf<T, S::kCodes> entries;
 
   // row_block: of the warp; x: of its first stage
   __device__ Multiplier(const Problem& p, int row_block, uint32_t x, int64_t shift)
@@ -175,7 +166,9 @@ class Multiplier {
         x_(x + min(static_cast<int>(threadIdx.x % 32 / 4), p.tokens - 1) * p.x_pitch + threadIdx.x % 4 * 8),
         global_(__ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
                 Code::kUnit),
-        table_(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {}
+        entries(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {
+    if constexpr (S::kFolds) global_ *= entries.unit();
+  }
 
   // Back over all columns, to the next block of rows.
   __device__ void rewind() { x_ -= p_.stages * kColumns * 2; }
@@ -206,6 +199,9 @@ class Multiplier {
         if constexpr (S::kFolds) {
           now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
           now_[1] = Folds::kAdds ? __shfl_sync(~0u, pairs[own][1], from, 4) : Folds::middle(now_[0]);
+        } else if constexpr (S::kSubtracts && kItems > 1) {
+          now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
+          now_[1] = __shfl_sync(~0u, pairs[own][1], from, 4);
         } else if constexpr (S::kSubtracts) {
           now_[0] = pairs[0][0];
           now_[1] = pairs[0][1];
@@ -213,11 +209,8 @@ class Multiplier {
         if (!S::kRunsOn && (!S::kFolds || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
-      if constexpr (S::kFolds && S::kCodes == CodeKind::kTable16) {
-        Code::fragment_of(a, words_[j / 4], j % 4, table_);
-        Folds::scale(a, now_[0]);
-      } else if constexpr (S::kFolds) {
-        Folds::fragment(a, words_[j / 4], j % 4, now_[0], now_[1]);
+      if constexpr (S::kFolds) {
+        Folds::fragment(a, words_[j / 4], j % 4, now_[0], now_[1], entries);
       } else {
         decode(a, j);
       }
@@ -249,7 +242,11 @@ class Multiplier {
     };
     float2 units = make_float2(1.0f, 1.0f);
     scale = make_float2(Folds::kUnit, Folds::kUnit);
-    if constexpr (kIsHalf<T>) {
+    if constexpr (Folds::kHasUnitOf256) {
+      const uint32_t of_256 = stage + place_ * 2;
+      scale = Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
+      units = make_float2(inverse_of_power(scale.x), inverse_of_power(scale.y));
+    } else if constexpr (kIsHalf<T>) {
       float2 most = factors_of(0).largest();
       if (kMine == 2) most = larger(most, factors_of(kMine - 1).largest());
 #pragma unroll
@@ -321,8 +318,7 @@ class Multiplier {
   const Problem& p_;
   const int place_;  // of its two rows among the factors of 32
   uint32_t x_;
-  const float global_;
-  const TableOf<T, S::kCodes> table_;
+  float global_;
   uint4 words_[2][Code::kPlanes];
   uint32_t now_[2];  // factors of the group that is decoded
 };
@@ -454,7 +450,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
       for (float& x : multiplier.total) x *= kUnit;
   };
   if constexpr (S::kFolds) {
-    dispatch_fold(p.weight, p.steps, [&]<Fold kFold>() {
+    dispatch_fold<S::kCodes>(p.weight, p.steps, multiplier.entries.are_octets(), [&]<Fold kFold>() {
       if (p.steps == 2) return run.template operator()<2, kFold>();
       if (p.steps == 1) return run.template operator()<1, kFold>();
       if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) {
@@ -462,7 +458,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
         run.template operator()<8, kFold>();
       }
     });
-  } else if constexpr (is_integer(S::kCodes)) {  // whose small groups are folded
+  } else if constexpr (is_integer(S::kCodes) && !S::kSubtracts) {
     run.template operator()<8>();
   } else {
     switch (p.steps) {

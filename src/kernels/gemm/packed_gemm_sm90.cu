@@ -122,7 +122,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[2 * kMostStages];
-  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
   __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
-      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + S::kPrepares);
+      mbarrier_init(ring.full + i * 8, 1 + (p.gathers ? S::kCopiers : 0) + (S::kFolds ? 32 + p.has_units : 1));
       mbarrier_init(ring.empty + i * 8, 8);  // warps of a part
     }
     fence_async_proxy();
@@ -145,11 +144,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   if constexpr (!S::kWalks) {
     if (tiles.weight < 0) return;  // all blocks of the cluster
     if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
-  }
-  if constexpr (S::kHasTable) {
-    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
-    if (threadIdx.x < 256)
-      table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
   }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -166,11 +160,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
-        if (S::kFolds || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
-      } else if constexpr (S::kPrepares) {
+        if (threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
+      } else {
         each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
-      } else if constexpr (S::kFew) {
-        if (p.gathers) gather_by_turns<S>(p, ring, own, tiles, split, turn);
       }
     }
     if (p.splits > 1) {  // the sums of all blocks are there
@@ -185,7 +177,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     for (bool more = tiles.begins(); more; more = tiles.next()) {
       const int32_t row = threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1;
       {
-        Multiplier<S> multiplier(p, ring, table, tiles.shift());
+        Multiplier<S> multiplier(p, ring, tiles.shift());
         multiplier.run(0, turn);
         if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
         if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
@@ -205,7 +197,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, table, tiles.shift());
+      Multiplier<S> multiplier(p, ring, tiles.shift());
       const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
       turn.advance(part % S::kParts, p.stages);
       multiplier.run(part, turn);
@@ -307,8 +299,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .supers_at = 0,
             .lows_at = 0,
             .units_at = 0,
-            .factor_bytes = 0,
-            .whole_factors = false,
+            .has_units = false,
             .gathers = gathers,
             .whole_chunks = !w.columns && args.x_step == 1 && w.k % 8 == 0 && aligned(args.x, x_stride, 8),
             .whole_stores = aligned(args.out, args.out_stride, 4)};
@@ -320,14 +311,16 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
     p.supers_at = p.minima_at + p.items * kRows * bytes_of(w.minima_kind);
     p.lows_at = p.supers_at + 2 * kRows * (w.supers != nullptr);
     p.units_at = p.lows_at + 2 * kRows * (w.lows != nullptr);
-    p.factor_bytes = p.units_at - S::kScalesAt;
-    p.whole_factors = w.group_size == p.steps * 16 && p.groups % p.items == 0;
-    p.stage_bytes = p.units_at + 4 * kRows * S::kHasUnits;
+    p.has_units = S::kHasUnits && !are_bytes(w, p.steps);
+    p.stage_bytes = p.units_at + 4 * kRows * p.has_units;
   }
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kWalks && S::kRunsOn ? S::kTokens * kRoundedPitch : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
+  const int whole = p.each < segments         ? pieces * S::kSumBytes
+                    : S::kWalks && S::kRunsOn ? S::kTokens * kRoundedPitch
+                    : S::kRunsOn              ? 0
+                                              : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;

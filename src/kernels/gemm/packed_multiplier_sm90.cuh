@@ -27,12 +27,13 @@ class Multiplier {
   float total[kSums];  // over a segment; in the end over all, where one block has all
 
   // shift: bytes from p.weight to the one that is meant
-  __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
-      : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
+  __device__ Multiplier(const Problem& p, const Ring& ring, int64_t shift)
+      : p_(p), ring_(ring), entries_(S::entries(p.weight, shift)), warp_(threadIdx.x / 32 % 8) {
 #pragma unroll
     for (float& x : total) x = kNothing;
     if constexpr (S::kScalesCodes)
-      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt));
+      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
+                (S::kFolds ? entries_.unit() : 1.0f);
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
@@ -45,9 +46,9 @@ class Multiplier {
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
   __device__ __forceinline__ void run(int part, Turn& turn) {
     if constexpr (S::kFolds) {
-      dispatch_fold(p_.weight, p_.steps,
-                    [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
-    } else if constexpr (S::kScalesCodes || is_integer(S::kKind)) {  // whose small groups are folded
+      dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
+                              [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
+    } else if constexpr (S::kScalesCodes || (is_integer(S::kKind) && !(S::kSubtracts && S::kOfBytes))) {
       run_steps<8>(part, turn);
     } else {
       switch (p_.steps) {
@@ -286,9 +287,10 @@ class Multiplier {
   __device__ void decode(uint32_t (&a)[4][4], const Words& words, uint32_t stage, int unit) const {
     if constexpr (S::kOfBytes) {
       uint2 zeros;
-      if constexpr (S::kSubtracts) zeros = load_shared_8(stage + p_.minima_at + factors_at_);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
+        if (S::kSubtracts && j % kSteps == 0)
+          zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t bytes = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[h])[j], 0, selector_);
@@ -317,12 +319,7 @@ class Multiplier {
         }
 #pragma unroll
         for (int j = kSteps * group; j < kSteps * (group + 1); ++j) {
-          if constexpr (S::kKind == CodeKind::kTable16) {
-            Code::fragment(a[j], words, j, table_);
-            Folds::scale(a[j], s);
-          } else {
-            Folds::fragment(a[j], words, j, s, m);
-          }
+          Folds::fragment(a[j], words, j, s, m, entries_);
         }
       }
     } else if constexpr (S::kScalesCodes) {
@@ -338,7 +335,7 @@ class Multiplier {
       for (int j = 0; j < 4; ++j) Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
+      for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, nullptr);
     }
   }
 
@@ -396,7 +393,7 @@ class Multiplier {
     if constexpr (S::kFolds) {
       constexpr float kUnit = Folding<T, S::kKind, kFold>::kUnit;
       if constexpr (!S::kHasUnits) return make_float2(kUnit, kUnit);
-      const float2 units = units_of(stage);
+      const float2 units = units_of<kFold>(stage);
       return make_float2(kUnit * units.x, kUnit * units.y);
     }
     if constexpr (S::kScalesCodes) return make_float2(global_, global_);
@@ -425,21 +422,26 @@ class Multiplier {
     const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
     const typename Folding<T, S::kKind, kFold>::Factors factors(
         w, global_,
-        {stage + S::kScalesAt + at * of_scale, of_256 + supers_at, stage + minima_at + at * of_minimum, of_256 + lows_at});
+        {stage + S::kScalesAt + at * of_scale, of_256 + supers_at, stage + minima_at + at * of_minimum,
+         of_256 + lows_at});
     float2 units = make_float2(1.0f, 1.0f);
     if constexpr (S::kHasUnits) {
-      units = units_of(stage);
+      units = units_of<kFold>(stage);
       units = make_float2(inverse_of_power(units.x), inverse_of_power(units.y));
     }
     if constexpr (Folding<T, S::kKind, kFold>::kAdds && kOne) {
-      own[0] = is_minimum ? factors.minima(units) : factors.scales(units);
+      own[0] = factors.one(is_minimum, units);
     } else {
       own[0] = factors.scales(units);
       if (Folding<T, S::kKind, kFold>::kAdds) own[1] = factors.minima(units);
     }
   }
   // What weights of a stage have in common.
+  template <Fold kFold>
   __device__ float2 units_of(uint32_t stage) const {
+    using Folds = Folding<T, S::kKind, kFold>;
+    const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
+    if constexpr (Folds::kHasUnitOf256) return Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
     return load_shared_float2(stage + p_.units_at + (warp_ / 2 * 32 + place()) * 4);
   }
 
@@ -447,10 +449,11 @@ class Multiplier {
   template <Fold kFold>
   __device__ void take_sums() {
     if constexpr (!S::kFew) wgmma_pin(sum_);
-    const float unit = S::kFolds ? Folding<T, S::kKind, kFold>::kUnit : global_;
+    constexpr float kUnit = S::kFolds ? Folding<T, S::kKind, kFold>::kUnit : 0.0f;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      total[i] = __fadd_rn(total[i], __fmul_rn(unit, sum_[i]));
+      const float sum = kUnit == 1.0f ? sum_[i] : __fmul_rn(S::kFolds ? kUnit : global_, sum_[i]);
+      total[i] = __fadd_rn(total[i], sum);
       if constexpr (S::kFew) sum_[i] = 0.0f;
     }
   }
@@ -489,7 +492,7 @@ class Multiplier {
 
   const Problem& p_;
   const Ring& ring_;
-  const uint32_t* const table_;
+  const EntriesOf<T, S::kKind> entries_;
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float global_;

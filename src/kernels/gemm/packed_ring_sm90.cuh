@@ -23,11 +23,12 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 
 // What is done besides the scaling of sums of groups by s: nothing; zero points are subtracted from codes of integers as they are
 // decoded.  kScaled: codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums of groups.  kFolded:
-// the same of integers, with what is added; 16 bits do not hold that: weights are rounded (Folding).
+// the same of integers and tables, with what is added; 16 bits do not hold that: weights are rounded (Folding).
 enum class Minima { kNone, kSubtracted, kScaled, kFolded };
 
-// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
-// blocks for all of them, so that one begins and ends while the other multiplies.
+// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which
+// eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are blocks for all of them, so that
+// one begins and ends while the other multiplies.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;
@@ -49,11 +50,8 @@ struct Shape {
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted;
   // Multiplying warps read factors as they are stored.
   static constexpr bool kFolds = kMinima == Minima::kFolded;
-  static constexpr bool kHasUnits = kFolds && kIsHalf<T>;  // by preparing warps
-  static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
-                        kHasTable = kKind == CodeKind::kTable16 && kMinima != Minima::kScaled;
-  static constexpr bool kPrepares =
-      !kFolds || kHasUnits;  // warps make factors, and one barrier tells of them and of codes
+  static constexpr bool kHasUnits = kFolds && kIsHalf<T>;
+  static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
@@ -61,6 +59,11 @@ struct Shape {
   // room beside it.
   static constexpr bool kLastInRing = kTokens > 64;
   static constexpr int kSumBytes = kTokens * kPitch * 4;
+
+  // shift: bytes from w to the one that is meant
+  __device__ static EntriesOf<T, kKind> entries(const PackedWeight& w, int64_t shift) {
+    return EntriesOf<T, kKind>(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kTableAt));
+  }
 };
 
 struct Range {
@@ -85,8 +88,7 @@ struct Problem {
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
   int stages, stage_bytes, scales_at, minima_at, supers_at, lows_at, units_at;
-  int factor_bytes;           // of a stage, as they are stored
-  bool whole_factors; // those of a stage lie side by side
+  bool has_units;     // preparing warps find what factors of a stage have in common
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
