@@ -406,45 +406,58 @@ struct EntriesOf<T, CodeKind::kTable16> {
   __device__ static bool is_octet(float x) { return x == rintf(x) && fabsf(x) <= 127.0f; }
 };
 
-// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).
-inline bool is_folded(const PackedWeight& w) {
-  if (w.codes_kind == CodeKind::kTable16) return true;
+// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).  Otherwise tables are E2M1's, which
+// it does exactly (fragment_scaled); float16 has too few exponents for e8m0.
+inline bool is_folded(const PackedWeight& w, DType dtype) {
+  if (w.codes_kind == CodeKind::kTable16)
+    return w.scales_kind != ScaleKind::kE4M3 && (w.scales_kind != ScaleKind::kE8M0 || dtype == DType::kFloat16);
   const bool is_exact = w.minima_kind == MinimumKind::kZero && w.codes_kind == CodeKind::kUint4;
   if (!is_integer(w.codes_kind) || is_exact) return false;
   const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
   return is_small || (w.minima_kind != MinimumKind::kNone && w.minima_kind != MinimumKind::kZero);
 }
 
-// How: factors of any kinds, with minima or none; the bytes of Q3_K and Q6_K; those of Q2_K, Q4_K and Q5_K.  Of tables: kMinima where
-// entries are no integers, and kBytes of any sign.
-enum class Fold { kNone, kMinima, kBytes, kBytesMinima };
+// How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and
+// Q6_K (and for a table, of any sign); those of Q2_K, Q4_K and Q5_K.
+enum class Fold { kHalf, kAny, kMinima, kBytes, kBytesMinima };
 PYKV_HOST_DEVICE constexpr bool has_minima(Fold fold) { return fold == Fold::kMinima || fold == Fold::kBytesMinima; }
-// steps: of 16 columns of a group; those of bytes have one or two.
+PYKV_HOST_DEVICE constexpr bool is_of_bytes(Fold fold) { return fold == Fold::kBytes || fold == Fold::kBytesMinima; }
+// Whether scales of two levels are bytes, and minima, as those of GGUF are.  steps: of 16 columns of a group.
 PYKV_HOST_DEVICE inline bool are_bytes(const PackedWeight& w, int steps) {
-  return steps <= 2 && w.scales_kind == ScaleKind::kF16U8 && w.minima_kind == MinimumKind::kF16U8;
+  if (w.minima_kind == MinimumKind::kNone)
+    return w.codes_kind == CodeKind::kTable16 ? has_supers(w.scales_kind) && steps <= 2
+                                              : w.scales_kind == ScaleKind::kF16I8 && steps == 1;
+  return w.minima_kind == MinimumKind::kF16U8 && w.scales_kind == ScaleKind::kF16U8 &&
+         (steps == 2 || (steps == 1 && w.codes_kind == CodeKind::kUint4));
+}
+
+inline bool is_q4_k(const PackedWeight& w) {
+  return w.codes_kind == CodeKind::kUint4 && w.group_size == 32 && w.minima_kind == MinimumKind::kF16U8 &&
+         w.scales_kind == ScaleKind::kF16U8;
 }
 
 // Calls with.template operator()<fold>().
 template <CodeKind kKind, class With>
 __device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, bool are_octets, With with) {
-  const bool is_plain = w.minima_kind == MinimumKind::kNone && are_octets;
-  if (kKind != CodeKind::kTable16 && are_bytes(w, steps)) {
-    if constexpr (kKind != CodeKind::kTable16) with.template operator()<Fold::kBytesMinima>();
-  } else if (is_plain && steps <= 2 &&
-             (w.scales_kind == ScaleKind::kF16I8 ||
-              (kKind == CodeKind::kTable16 && w.scales_kind == ScaleKind::kF16U8))) {
+  constexpr bool kIsTable = kKind == CodeKind::kTable16;
+  if (w.minima_kind != MinimumKind::kNone) {
+    if constexpr (!kIsTable) {
+      if (are_bytes(w, steps)) return with.template operator()<Fold::kBytesMinima>();
+      with.template operator()<Fold::kMinima>();
+    }
+  } else if (are_octets && are_bytes(w, steps)) {
     with.template operator()<Fold::kBytes>();
-  } else if (is_plain && w.scales_kind == ScaleKind::kF16) {
-    with.template operator()<Fold::kNone>();
-  } else {  // scales of others may have more exponents than without minima there is room for
-    with.template operator()<Fold::kMinima>();
+  } else if (are_octets && w.scales_kind == ScaleKind::kF16 && steps >= 2) {
+    with.template operator()<Fold::kHalf>();
+  } else {  // which may have more exponents than kHalf has room for
+    with.template operator()<Fold::kAny>();
   }
 }
 
 // Scales of two rows from shared memory: those of a group at `at`, those of 256 columns at `supers`.
 template <Fold kFold, bool kAnySign>
 __device__ float2 load_two_scales(uint32_t at, uint32_t supers, ScaleKind kind) {
-  if constexpr (kFold == Fold::kNone) return unpack_pair<half>(load_shared_4(at));
+  if constexpr (kFold == Fold::kHalf) return unpack_pair<half>(load_shared_4(at));
   if constexpr (kFold == Fold::kBytes && kAnySign) {
     const uint32_t sign = kind == ScaleKind::kF16I8 ? 0x8080u : 0u, octets = load_shared_2(at) ^ sign;
     const float less = static_cast<float>(sign & 0xffu);
@@ -510,9 +523,11 @@ template <class T, CodeKind kKind, Fold kFold, bool kAnySign = false>
 struct Folding {
   static constexpr bool kAdds = has_minima(kFold);
   static constexpr bool kIsNarrow = kKind == CodeKind::kUint4;
+  // Codes become numbers first.
+  static constexpr bool kIsExact = kAdds || kFold == Fold::kAny || (kIsHalf<T> && is_of_bytes(kFold));
   // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
   // inverse of that would be too large.
-  static constexpr float kUnit = kAdds ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
+  static constexpr float kUnit = kIsExact ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
   static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
 
   // s and m of a group for rows g and 8 + g.
@@ -539,45 +554,49 @@ struct Folding {
       return pack_pair<T>(x * units.x, y * units.y);
     }
   };
-  // Of float16, what factors of 256 columns have in common: they are at most 255 times that.
-  static constexpr bool kHasUnitOf256 = kIsHalf<T> && kFold == Fold::kBytesMinima;
+  // Of bytes and float16, what factors of 256 columns have in common: they are at most 255 times that.
   __device__ static float2 units_of_256(uint32_t supers, uint32_t lows, float global) {
-    const float2 s = unpack_pair<half>(load_shared_4(supers)), m = unpack_pair<half>(load_shared_4(lows));
+    const float2 s = unpack_pair<half>(load_shared_4(supers));
+    const float2 m = has_minima(kFold) ? unpack_pair<half>(load_shared_4(lows)) : make_float2(0.0f, 0.0f);
     return make_float2(2.0f * power_below(fmaxf(fabsf(s.x * global), fabsf(m.x))),
                        2.0f * power_below(fmaxf(fabsf(s.y * global), fabsf(m.y))));
   }
 
   // What s of row g or 8 + g is to be multiplied by.
   __device__ static constexpr float of_scale(int row) {
-    if (kAdds) return kIsHalf<T> ? 1.0f : !kIsNarrow ? 64.0f : row ? Codes<T, CodeKind::kUint4>::kOfSecond : 1.0f;
+    if (kIsExact) return kIsHalf<T> ? 1.0f : !kIsNarrow ? 64.0f : row ? Codes<T, CodeKind::kUint4>::kOfSecond : 1.0f;
     return (kIsHalf<T> ? 0x1p14f : 0x1p101f) / (kIsNarrow && row ? 16.0f : 1.0f);
   }
   // What is added where there are no minima, by scales().
   __device__ static uint32_t middle(uint32_t scales) {
     // -8, -128 (or of codes in bits 4 to 7 of a byte) times the smallest
     constexpr uint32_t kOfRows = kIsNarrow ? 0x80808008u : 0x80808080u;
+    if constexpr (kIsExact) return 0;
     return multiply_pairs<T>(scales, kOfRows);
   }
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[kIsNarrow ? 1 : 2], int j, uint32_t scales,
                                   uint32_t minima, const EntriesOf<T, kKind>& = EntriesOf<T, kKind>(nullptr)) {
-    if constexpr (kAdds && kIsNarrow) Codes<T, kKind>::fragment_in_place(a, words, j);
+    if constexpr (kIsExact && kIsNarrow) Codes<T, kKind>::fragment_in_place(a, words, j);
+    const auto scaled = [&](uint32_t v, uint32_t s, uint32_t m) {
+      return kIsExact && !kAdds ? multiply_pairs<T>(v, s) : fma_pairs<T>(v, s, m);
+    };
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t s = twice(scales, i % 2), m = twice(minima, i % 2);
-      if constexpr (kAdds && kIsNarrow) {
-        a[i] = fma_pairs<T>(a[i], s, m);
+      if constexpr (kIsExact && kIsNarrow) {
+        a[i] = scaled(a[i], s, m);
       } else if constexpr (kIsNarrow) {
         const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
         const uint32_t v = i < 2 ? w : w >> 8;
         a[i] = fma_pairs<T>(v & (i % 2 ? 0x00f000f0u : 0x000f000fu), s, m);
       } else {
         const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
-        if constexpr (kAdds && kIsHalf<T>) {
+        if constexpr (kIsExact && kIsHalf<T>) {
           const uint32_t octets = __byte_perm(w, 0x64646464u, i % 2 ? 0x4341 : 0x4240);
-          a[i] = fma_pairs<T>(subtract_pairs<T>(octets, 0x64806480u), s, m);
+          a[i] = scaled(subtract_pairs<T>(octets, 0x64806480u), s, m);
         } else {
           const uint32_t octets = i % 2 ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
-          a[i] = fma_pairs<T>(kAdds ? fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u) : octets, s, m);
+          a[i] = scaled(kIsExact ? fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u) : octets, s, m);
         }
       }
     }
@@ -599,14 +618,14 @@ struct Folding<T, CodeKind::kTable16, kFold, false> : Folding<T, CodeKind::kUint
 
 // Any entries: w = s c, where s and w are rounded.
 template <class T>
-struct Folding<T, CodeKind::kTable16, Fold::kMinima, false> {
-  static constexpr bool kAdds = false, kHasUnitOf256 = false;
+struct Folding<T, CodeKind::kTable16, Fold::kAny, false> {
+  static constexpr bool kAdds = false;
   static constexpr float kUnit = 1.0f;
   struct Factors {
     float2 scale;
 
     __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
-        : scale(load_two_scales<Fold::kMinima, false>(at.scales, at.supers, w.scales_kind)) {
+        : scale(load_two_scales<Fold::kAny, false>(at.scales, at.supers, w.scales_kind)) {
       scale = make_float2(scale.x * global, scale.y * global);
     }
     __device__ float2 largest() const { return make_float2(fabsf(scale.x), fabsf(scale.y)); }
@@ -614,6 +633,9 @@ struct Folding<T, CodeKind::kTable16, Fold::kMinima, false> {
     __device__ uint32_t minima(float2) const { return 0; }
   };
   __device__ static uint32_t middle(uint32_t) { return 0; }
+  __device__ static float2 units_of_256(uint32_t supers, uint32_t lows, float global) {
+    return Folding<T, CodeKind::kUint8, Fold::kAny>::units_of_256(supers, lows, global);
+  }
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t,
                                   const EntriesOf<T, CodeKind::kTable16>& entries) {
     Codes<T, CodeKind::kTable16>::fragment_of(a, words, j, entries.low, entries.high);

@@ -11,16 +11,102 @@ namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// One thread: codes and x.
+// What the lanes of a warp copy of the factors of a stage as they are stored: pieces of 16 bytes, each 32nd of scales and minima
+// [band][group][32] and of those of 256 columns [band][32].
+class FactorCopies {
+ public:
+  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift)
+      : p_(p),
+        row_tile_(static_cast<int>(row_tile)),
+        shift_(shift),
+        of_scales_(8 * bytes_of(p.weight.scales_kind) * p.items),
+        of_minima_(8 * bytes_of(p.weight.minima_kind) * p.items),
+        count_(of_scales_ + of_minima_ + (p.weight.supers ? 16 : 0) + (p.weight.lows ? 16 : 0)),
+        are_regular_(p.weight.group_size == p.steps * 16 && p.groups % p.items == 0 && count_ <= 32 * kPrepared) {
+    if (!are_regular_) return;
+#pragma unroll
+    for (int k = 0; k < kPrepared; ++k)
+      prepared_[k] = k * 32 + threadIdx.x % 32 < count_ ? piece(k * 32 + threadIdx.x % 32) : Piece{};
+  }
+  // Of stage i to its place in the ring.
+  __device__ void copy(uint32_t stage, int i) const {
+    if (!are_regular_) return copy_one_by_one(stage, i);
+#pragma unroll
+    for (int k = 0; k < kPrepared; ++k) {
+      if (k * 32 >= count_) break;
+      const Piece& own = prepared_[k];
+      if (own.from) cp_async_16(stage + own.to, own.from + int64_t{i >> own.halves} * own.step);
+    }
+  }
+
+ private:
+  static constexpr int kPrepared = 5;  // as many as Q4_1 has
+  struct Piece {
+    const uint8_t* from;           // of the first stage
+    int to, step, halves, column;  // step: bytes of a stage, or of two where halves is 1
+  };
+
+  __device__ Piece piece(int n) const {
+    const PackedWeight& w = p_.weight;
+    const auto band = [&](int of_tile) { return int64_t{min(row_tile_ * 4 + of_tile, p_.bands - 1)}; };
+    const bool is_scale = n < of_scales_;
+    if (is_scale || n < of_scales_ + of_minima_) {
+      const int bytes = is_scale ? bytes_of(w.scales_kind) : bytes_of(w.minima_kind),
+                at = is_scale ? n : n - of_scales_;
+      // All are powers of two.
+      const int of_group = 31 - __clz(2 * bytes), of_band = of_group + 31 - __clz(p_.items);
+      const int group = (at & ((1 << of_band) - 1)) >> of_group;
+      return {(is_scale ? w.scales : w.minima) + shift_ +
+                  (band(at >> of_band) * p_.groups + (are_regular_ ? group : 0)) * 32 * bytes +
+                  (at & ((1 << of_group) - 1)) * 16,
+              (is_scale ? p_.scales_at : p_.minima_at) + at * 16, p_.items * 32 * bytes, 0, group * p_.steps * 16};
+    }
+    n -= of_scales_ + of_minima_;
+    const bool is_super = w.supers && n < 16;
+    return {(is_super ? w.supers : w.lows) + shift_ + band(n / 4 % 4) * p_.blocks * 64 + n % 4 * 16,
+            (is_super ? p_.supers_at : p_.lows_at) + n % 16 * 16, 64, 1, -1};
+  }
+
+  __device__ void copy_one_by_one(uint32_t stage, int i) const {
+#pragma unroll 1
+    for (int n = threadIdx.x % 32; n < count_; n += 32) {
+      const Piece own = piece(n);
+      const int group = min(p_.groups_by.quotient(i * kColumns + max(own.column, 0)), p_.groups - 1);
+      const int64_t at = own.column < 0 ? int64_t{i / 2} * own.step : int64_t{group} * (own.step / p_.items);
+      cp_async_16(stage + own.to, own.from + at);
+    }
+  }
+
+  const Problem& p_;
+  const int row_tile_;
+  const int64_t shift_;
+  const int of_scales_, of_minima_, count_;  // pieces
+  const bool are_regular_;                   // those of a stage lie side by side
+  Piece prepared_[kPrepared];
+};
+
+struct NoCopies {
+  __device__ NoCopies(const Problem&, uint32_t, int64_t) {}
+};
+template <bool kCopies>
+using FactorCopiesOf = std::conditional_t<kCopies, FactorCopies, NoCopies>;
+
+// One thread: codes and x.  One warp where preparing warps have enough to do, and factors too.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, const Tiles<S>& tile, int split, Turn& turn) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
   const int first_block = static_cast<int>(tile.row) * (kRows / 16);
   const int first_token = static_cast<int>(tile.token) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
+  [[maybe_unused]] const FactorCopiesOf<S::kHasUnits> factors(p, tile.row, tile.shift());
   for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+    if constexpr (S::kHasUnits) {
+      factors.copy(stage, i);
+      cp_async_arrive(full);
+      if (threadIdx.x % 32 != 0) return;
+    }
     cluster_expect(full, bytes);
     copy_box(stage + S::kCodesAt, p.codes, {i * 256, first_block, tile.weight}, full);
     if (p.gathers) return;
@@ -112,95 +198,10 @@ __device__ void gather(const Problem& p, const Ring& ring, int thread, const Til
   });
 }
 
-// What the lanes of a warp copy of scales or minima of a stage as they are stored, [band][group][32]: pieces of 16 bytes, each 32nd of them.
-class GroupCopies {
- public:
-  // bytes: of a number
-  __device__ GroupCopies(const Problem& p, const uint8_t* from, int bytes, uint32_t row_tile)
-      : p_(p),
-        from_(from),
-        row_tile_(static_cast<int>(row_tile)),
-        bytes_(bytes),
-        count_(from ? 8 * bytes * p.items : 0),
-        of_stage_(p.weight.group_size == p.steps * 16 && (p.groups & (p.items - 1)) == 0 ? p.items * 32 * bytes : 0) {
-#pragma unroll
-    for (int n = 0; n < kPrepared; ++n) {
-      int column;
-      piece(threadIdx.x % 32 + n * 32, at_[n], column);
-      if (of_stage_ > 0) at_[n] += int64_t{p.groups_by.quotient(column)} * (32 * bytes);
-    }
-  }
-  // Of stage i.
-  __device__ void copy(uint32_t to, int i) const {
-    const int lane = threadIdx.x % 32;
-    int n = lane;
-    if (of_stage_ > 0) {  // they lie side by side
-#pragma unroll
-      for (int k = 0; k < kPrepared; ++k, n += 32)
-        if (n < count_) cp_async_16(to + n * 16, at_[k] + int64_t{i} * of_stage_);
-    }
-#pragma unroll 1
-    for (; n < count_; n += 32) {
-      const uint8_t* at;
-      int column;
-      piece(n, at, column);
-      const int group = min(p_.groups_by.quotient(i * kColumns + column), p_.groups - 1);
-      cp_async_16(to + n * 16, at + int64_t{group} * (32 * bytes_));
-    }
-  }
-
- private:
-  static constexpr int kPrepared = 2;  // those of GGUF seldom have more
-
-  // Where a piece lies in the first group, and its columns in a stage.  All sizes are powers of two: no quotients.
-  __device__ void piece(int n, const uint8_t*& at, int& column) const {
-    const int of_group = 31 - __clz(2 * bytes_ | 1), of_band = of_group + 31 - __clz(p_.items);
-    const int band = min(row_tile_ * 4 + (n >> of_band), p_.bands - 1);
-    at = from_ + int64_t{band} * p_.groups * 32 * bytes_ + (n & ((1 << of_group) - 1)) * 16;
-    column = ((n & ((1 << of_band) - 1)) >> of_group) * p_.steps * 16;
-  }
-
-  const Problem& p_;
-  const uint8_t* const from_;
-  const int row_tile_, bytes_, count_, of_stage_;  // of_stage_: bytes of a band; 0: groups are of other sizes
-  const uint8_t* at_[kPrepared];
-};
-
-// ... and of those of 256 columns, [band][32].
-class FactorCopies {
- public:
-  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift)
-      : scales_(p, p.weight.scales + shift, bytes_of(p.weight.scales_kind), row_tile),
-        minima_(p, p.weight.minima ? p.weight.minima + shift : nullptr, bytes_of(p.weight.minima_kind), row_tile),
-        scales_at_(p.scales_at),
-        minima_at_(p.minima_at) {
-    const int lane = threadIdx.x % 32, band = min(static_cast<int>(row_tile) * 4 + lane / 4 % 4, p.bands - 1);
-    const uint8_t* const from = lane < 16 ? p.weight.supers : p.weight.lows;
-    of_256_ = from ? from + shift + int64_t{band} * p.blocks * 64 + lane % 4 * 16 : nullptr;
-    of_256_at_ = (lane < 16 ? p.supers_at : p.lows_at) + lane % 16 * 16;
-  }
-  // Of stage i to its place in the ring.
-  __device__ void copy(uint32_t stage, int i) const {
-    scales_.copy(stage + scales_at_, i);
-    minima_.copy(stage + minima_at_, i);
-    if (of_256_) cp_async_16(stage + of_256_at_, of_256_ + i / 2 * 64);
-  }
-
- private:
-  const GroupCopies scales_, minima_;
-  const int scales_at_, minima_at_;
-  int of_256_at_;
-  const uint8_t* of_256_;
-};
-
 // Factors and, of few tokens, rows of x, for each kPreparers-th place in the ring: as they are stored where codes are multiplied by
 // them, otherwise what sums are multiplied by, of which a lane has four rows of the weight.
 template <class S>
 class Preparer {
-  struct NoCopies {
-    __device__ NoCopies(const Problem&, uint32_t, int64_t) {}
-  };
-
  public:
   // warp: which of them this is
   __device__ Preparer(const Problem& p, const Ring& ring, const Tiles<S>& tile, int warp)
@@ -264,9 +265,12 @@ class Preparer {
     const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
     if constexpr (S::kFew)
       if (p_.gathers) gatherer_.copy(stage, i * kColumns, full);
-    copies_.copy(stage, i);
-    cp_async_arrive(full);
-    if (S::kHasUnits && p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
+    if constexpr (S::kHasUnits) {
+      if (p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
+    } else {
+      copies_.copy(stage, i);
+      cp_async_arrive(full);
+    }
   }
   __device__ void find_units(float (&largest)[4], int i) const {
 #pragma unroll
@@ -356,7 +360,7 @@ class Preparer {
   const int64_t shift_;
   const int lane_;
   const Gatherer<S> gatherer_;
-  const std::conditional_t<S::kFolds, FactorCopies, NoCopies> copies_;
+  const FactorCopiesOf<S::kFolds && !S::kHasUnits> copies_;
   float global_;
   int64_t factors_, supers_;
 };

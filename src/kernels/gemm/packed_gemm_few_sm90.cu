@@ -41,6 +41,7 @@ struct Problem {
   int steps;                                  // of 16 columns that are scaled together: 1, 2, 4 or 8
   int segments_log2, row_blocks, each;        // blocks of 16 rows; such of a block of threads
   int x_pitch, stage_bytes, minima_at, supers_at, lows_at;
+  bool has_units;  // ... of float16, that are to be found
   TileMap map;
   TileRows rows;
   int64_t num_rows;
@@ -81,6 +82,7 @@ class Feed {
     const int lane = threadIdx.x % 32, items = 8 / p.steps, block = next_;
     next_ += kMapWarps;
     left_ = end - begin;
+    end_stage_ = end;
     codes_ = w.codes + shift_ + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
     // One after another in a stage: scales, minima, those of 256 columns.
     int first = 0;
@@ -92,6 +94,9 @@ class Feed {
         stages_ = stages;
         until_ = stages - begin % stages;
       }
+      const int more = lane + 32 - first;
+      if (S::kFolds && more >= 0 && more < bytes / 16)  // of 256 columns
+        more_ = from + shift_ + block / 2 * groups * of_group + begin / 2 * 64 + more * 16;
       first += bytes / 16;
     };
     const int of_scales = 32 * bytes_of(w.scales_kind);
@@ -113,6 +118,10 @@ class Feed {
       for (int n = 0; n < S::kCodeBytes / 512; ++n) cp_async_16(to + n * 512, codes_ + n * 512);
       codes_ += S::kCodeBytes;
       if (stages_ > 0) cp_async_16(to + S::kCodeBytes, factors_);
+      if (S::kFolds && more_) {
+        cp_async_16(to + S::kCodeBytes + 512, more_);
+        more_ += (left_ ^ end_stage_) & 1 ? 0 : 64;
+      }
       const bool was_last = --until_ == 0;
       factors_ += was_last ? bytes_ : 0;
       until_ = was_last ? stages_ : until_;
@@ -126,9 +135,9 @@ class Feed {
   uint32_t ring_;
   int next_;  // block of rows
   const int end_;
-  const uint8_t *codes_, *factors_ = nullptr;
-  int left_, bytes_ = 0, stages_ = 0,
-             until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
+  const uint8_t *codes_, *factors_ = nullptr, *more_ = nullptr;  // more_: of more than 32 lanes
+  int end_stage_, left_, bytes_ = 0, stages_ = 0,
+                         until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
 };
 
 // Rows of x, and zeros behind them.  row: of out, that of a map for token lane % 8, -1: there is none, and nothing is made of it.
@@ -240,15 +249,16 @@ class Multiplier {
           {stage + S::kCodeBytes + at * bytes_of(w.scales_kind), stage + p_.supers_at + place_ * 2,
            stage + p_.minima_at + at * bytes_of(w.minima_kind), stage + p_.lows_at + place_ * 2});
     };
+    const auto first = factors_of(0), second = kMine == 2 ? factors_of(1) : first;
     float2 units = make_float2(1.0f, 1.0f);
     scale = make_float2(Folds::kUnit, Folds::kUnit);
-    if constexpr (Folds::kHasUnitOf256) {
+    if (kIsHalf<T> && !p_.has_units) {
       const uint32_t of_256 = stage + place_ * 2;
       scale = Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
       units = make_float2(inverse_of_power(scale.x), inverse_of_power(scale.y));
     } else if constexpr (kIsHalf<T>) {
-      float2 most = factors_of(0).largest();
-      if (kMine == 2) most = larger(most, factors_of(kMine - 1).largest());
+      float2 most = first.largest();
+      if (kMine == 2) most = larger(most, second.largest());
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2)
         most = larger(most, make_float2(__shfl_xor_sync(~0u, most.x, mask), __shfl_xor_sync(~0u, most.y, mask)));
@@ -258,7 +268,7 @@ class Multiplier {
     }
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
-      const auto factors = factors_of(n);
+      const auto& factors = n == 0 ? first : second;
       pairs[n][0] = factors.scales(units);
       pairs[n][1] = factors.minima(units);
     }
@@ -413,7 +423,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
   Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2, shift);
   cp_async_wait<kDepth - 3>();
   __syncthreads();
-  const auto run = [&]<int kSteps, Fold kFold = Fold::kNone>() {
+  const auto run = [&]<int kSteps, Fold kFold = Fold::kHalf>() {
     constexpr float kUnit = S::kRunsOn ? Folding<typename S::Element, S::kCodes, kFold>::kUnit : 1.0f;
     int free = last, at = 0;
     const auto multiply = [&](int from, int to) {
@@ -453,7 +463,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
     dispatch_fold<S::kCodes>(p.weight, p.steps, multiplier.entries.are_octets(), [&]<Fold kFold>() {
       if (p.steps == 2) return run.template operator()<2, kFold>();
       if (p.steps == 1) return run.template operator()<1, kFold>();
-      if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) {
+      if constexpr (!is_of_bytes(kFold)) {
         if (p.steps == 4) return run.template operator()<4, kFold>();
         run.template operator()<8, kFold>();
       }
@@ -515,16 +525,19 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .minima_at = 0,
             .supers_at = 0,
             .lows_at = 0,
+            .has_units = false,
             .map = args.map,
             .rows = TileRows(args.map, kTokens),
             .num_rows = args.num_rows,
             .turns = 1};
   const int items = 8 / p.steps;
+  p.has_units = !are_bytes(w, p.steps);
   p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
   p.supers_at = p.minima_at + items * 32 * bytes_of(w.minima_kind);
   p.lows_at = p.supers_at + 64 * has_supers(w.scales_kind);
   p.stage_bytes = p.lows_at + 64 * (w.lows != nullptr);
-  if (p.stage_bytes - S::kCodeBytes > 32 * 16) return false;  // more than a copy for each lane
+  // A copy for each lane, and one of 256 columns.
+  if (p.stage_bytes - S::kCodeBytes > 32 * 16 && (!S::kFolds || p.supers_at - S::kCodeBytes != 32 * 16)) return false;
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   int64_t tiles = 1;
   if constexpr (S::kMaps) {
@@ -570,20 +583,17 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
         was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w)) {
+    if (is_folded(w, args.dtype)) {
       if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
       if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
-      // packed_gemm_sm90.cu multiplies those with scales of e4m3, and some with e8m0, in another way
-      if (w.scales_kind != ScaleKind::kE4M3 && w.scales_kind != ScaleKind::kE8M0)
-        return run.template operator()<CodeKind::kTable16, Minima::kFolded>();
-      return;
+      return run.template operator()<CodeKind::kTable16, Minima::kFolded>();
     }
     if (is_uint4 && w.minima_kind == MinimumKind::kZero)
       return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
     if (w.minima_kind != MinimumKind::kNone) return;
     if (is_uint4) return run.template operator()<CodeKind::kUint4>();
     if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8>();
-    run.template operator()<CodeKind::kE4M3>();
+    if (w.codes_kind == CodeKind::kE4M3) run.template operator()<CodeKind::kE4M3>();
   });
   return was_launched;
 }

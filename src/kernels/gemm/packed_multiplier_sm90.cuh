@@ -45,7 +45,9 @@ class Multiplier {
 
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
   __device__ __forceinline__ void run(int part, Turn& turn) {
-    if constexpr (S::kFolds) {
+    if constexpr (S::kIsQ4K) {
+      run_folded<Fold::kBytesMinima>(part, turn);
+    } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
     } else if constexpr (S::kScalesCodes || (is_integer(S::kKind) && !(S::kSubtracts && S::kOfBytes))) {
@@ -94,15 +96,24 @@ class Multiplier {
   }
 
  private:
+  // Sizes of groups that are rare, and whose are not known when compiled, have a loop in common.
   template <Fold kFold>
   __device__ __forceinline__ void run_folded(int part, Turn& turn) {
-    if (p_.steps == 2) return run_steps<2, kFold>(part, turn);
-    if (p_.steps == 1) return run_steps<1, kFold>(part, turn);
-    if constexpr (kFold == Fold::kNone || kFold == Fold::kMinima) run_steps<4, kFold>(part, turn);
+    constexpr bool kIsTable = S::kKind == CodeKind::kTable16;
+    if constexpr (kFold == Fold::kHalf) {
+      if (p_.steps == 2) return run_steps<2, kFold>(part, turn);
+      run_steps<4, kFold>(part, turn);
+    } else if constexpr (!is_of_bytes(kFold)) {
+      run_steps<0, kFold>(part, turn);
+    } else {
+      constexpr int kSteps = kFold == Fold::kBytesMinima && (S::kIsQ4K || S::kKind == CodeKind::kUint8) ? 2 : 1;
+      if (kIsTable && p_.steps == 2) return run_steps<kIsTable ? 2 : kSteps, kFold>(part, turn);
+      run_steps<kSteps, kFold>(part, turn);
+    }
   }
 
   // kSteps: of 16 columns, that are scaled together.
-  template <int kSteps, Fold kFold = Fold::kNone>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ __forceinline__ void run_steps(int part, Turn& turn) {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
@@ -277,13 +288,13 @@ class Multiplier {
   }
 
   // Codes of a unit to fragments of its four steps.
-  template <int kSteps, Fold kFold = Fold::kNone>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
     Words words;
     load_codes(words, stage, unit);
     decode<kSteps, kFold>(a, words, stage, unit);
   }
-  template <int kSteps, Fold kFold = Fold::kNone>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ void decode(uint32_t (&a)[4][4], const Words& words, uint32_t stage, int unit) const {
     if constexpr (S::kOfBytes) {
       uint2 zeros;
@@ -302,25 +313,22 @@ class Multiplier {
         }
       }
     } else if constexpr (S::kFolds) {
-      // Lanes of a row share the work: each has the factors of a group.
+      // Lanes of a row share the work: each has the factors of a group, or of those with minima one of them.
       using Folds = Folding<T, S::kKind, kFold>;
-      constexpr int kGroups = 4 / kSteps;  // of a unit
+      constexpr bool kOne = kSteps == 2;
+      const int groups_log2 = kSteps == 0 ? 2 - p_.steps / 2 : 2 - kSteps / 2, groups = 1 << groups_log2;  // of a unit
       const int lane = threadIdx.x % 32, c = lane % 4;
       uint32_t own[2];
-      fold<kFold, kSteps, kSteps != 1>(own, stage, unit * kGroups + c % kGroups, c >= 2);
+      fold<kFold, kSteps, kOne>(own, stage, unit * groups + c % groups, c >= 2);
+      uint32_t s = 0, m = 0;
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        const uint32_t s = __shfl_sync(~0u, own[0], group, 4);
-        uint32_t m;
-        if constexpr (!Folds::kAdds) {
-          m = Folds::middle(s);
-        } else {
-          m = __shfl_sync(~0u, own[kSteps == 1], kSteps == 1 ? group : 2 | group, 4);
+      for (int j = 0; j < 4; ++j) {
+        const int group = j >> (2 - groups_log2);
+        if (kSteps == 0 || j % (kSteps + !kSteps) == 0) {
+          s = __shfl_sync(~0u, own[0], group, 4);
+          m = Folds::kAdds ? __shfl_sync(~0u, own[!kOne], kOne ? 2 | group : group, 4) : Folds::middle(s);
         }
-#pragma unroll
-        for (int j = kSteps * group; j < kSteps * (group + 1); ++j) {
-          Folds::fragment(a[j], words, j, s, m, entries_);
-        }
+        Folds::fragment(a[j], words, j, s, m, entries_);
       }
     } else if constexpr (S::kScalesCodes) {
 #pragma unroll
@@ -412,9 +420,9 @@ class Multiplier {
   template <Fold kFold, int kSteps, bool kOne>
   __device__ __forceinline__ void fold(uint32_t (&own)[2], uint32_t stage, int item, bool is_minimum) const {
     const PackedWeight& w = p_.weight;
-    constexpr bool kOfBytes = kFold == Fold::kBytes || kFold == Fold::kBytesMinima;  // then all places are known here
-    constexpr int kItems = 8 / kSteps, kBytesAt = S::kScalesAt + kItems * kRows;
-    const int at = (warp_ / 2 * kItems + item) * 32 + place();
+    constexpr bool kOfBytes = is_of_bytes(kFold);  // then all places are known here
+    constexpr int kItems = 8 / (kSteps + !kSteps), kBytesAt = S::kScalesAt + kItems * kRows;
+    const int at = (warp_ / 2 * (kSteps == 0 ? p_.items : kItems) + item) * 32 + place();
     const int of_scale = kOfBytes ? 1 : bytes_of(w.scales_kind), of_minimum = kOfBytes ? 1 : bytes_of(w.minima_kind);
     const int minima_at = kOfBytes ? kBytesAt : p_.minima_at;
     const int supers_at = kOfBytes ? kBytesAt + has_minima(kFold) * kItems * kRows : p_.supers_at;
@@ -441,7 +449,8 @@ class Multiplier {
   __device__ float2 units_of(uint32_t stage) const {
     using Folds = Folding<T, S::kKind, kFold>;
     const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
-    if constexpr (Folds::kHasUnitOf256) return Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
+    if (is_of_bytes(kFold) || !p_.has_units)
+      return Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
     return load_shared_float2(stage + p_.units_at + (warp_ / 2 * 32 + place()) * 4);
   }
 

@@ -24,7 +24,8 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 // What is done besides the scaling of sums of groups by s: nothing; zero points are subtracted from codes of integers as they are
 // decoded.  kScaled: codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums of groups.  kFolded:
 // the same of integers and tables, with what is added; 16 bits do not hold that: weights are rounded (Folding).
-enum class Minima { kNone, kSubtracted, kScaled, kFolded };
+// kQ4K: the same, where nothing but Q4_K is meant.
+enum class Minima { kNone, kSubtracted, kScaled, kFolded, kQ4K };
 
 // kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which
 // eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are blocks for all of them, so that
@@ -49,7 +50,7 @@ struct Shape {
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted;
   // Multiplying warps read factors as they are stored.
-  static constexpr bool kFolds = kMinima == Minima::kFolded;
+  static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
   static constexpr bool kHasUnits = kFolds && kIsHalf<T>;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
