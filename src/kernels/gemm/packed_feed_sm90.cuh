@@ -1,4 +1,4 @@
-// What fills the ring of packed_gemm_sm90.cu: codes and x by one thread, factors of groups by some warps.
+// What fills the ring of packed_gemm_sm90.cuh: codes and x by one thread, factors of groups by some warps.
 #pragma once
 
 #include <type_traits>

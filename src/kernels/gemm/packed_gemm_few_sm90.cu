@@ -6,14 +6,15 @@
 //
 // Of experts with up to eight pairs in a tile, in int4: a block has a tile and rows of its expert, a warp all segments of some blocks of
 // rows, one after another, so that it always has stages to ask for.  Few tokens, or an x that leaves room for one block on an SM, are
-// quicker where warps share rows (packed_gemm_sm90.cu).
+// quicker where warps share rows (packed_gemm_sm90.cuh).
 //
 // x lies in shared memory, all of it.  Four neighbours of x are what a lane's codes of a step stand for (packed_weight.h), so that
-// products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
-// a row of out has the same bits.
+// products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cuh does it: the matrix units do not tell,
+// and a row of out has the same bits.
 //
-// One token on an H200, us, beside packed_gemm_sm90.cu and a plain read of the weight: Q4_K 14336 x 4096 14.3 (18.6, 8.8), Q6_K 20.9 (36.6, 15.1),
-// int4 with groups of 128 12.2 (13.8, 8.0), 4096 x 4096 5.8 (9.1, 3.3).  More stages ahead are slower: 14.6 with four, 15.1 with five.
+// One token on an H200, us, beside packed_gemm_sm90.cuh and a plain read of the weight: Q4_K 14336 x 4096 14.2 (16.8, 8.8), Q6_K 18.3
+// (21.4, 15.1), int4 with groups of 128 12.2 (13.8, 8.0), 4096 x 4096 5.8 (9.1, 3.3).  More stages ahead are slower: 14.6 with four,
+// 15.1 with five.
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "gemm/packed_codes.cuh"
@@ -541,7 +542,7 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   int64_t tiles = 1;
   if constexpr (S::kMaps) {
-    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cu)
+    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cuh)
     tiles = args.map.num_blocks * (args.map.block_size / kTokens);
     if (tiles > 65535 || row_blocks * tiles * p.stages < kLeastStages * sms) return false;
     p.each = kMapWarps;

@@ -1,4 +1,4 @@
-// What empties the ring of packed_gemm_sm90.cu: warps that decode codes, multiply and scale.
+// What empties the ring of packed_gemm_sm90.cuh: warps that decode codes, multiply and scale.
 #pragma once
 
 #include "cuda/load_shared.cuh"

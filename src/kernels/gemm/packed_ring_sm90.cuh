@@ -1,4 +1,4 @@
-// What a block of packed_gemm_sm90.cu computes, and the ring in shared memory that its warps share.
+// What a block of packed_gemm_sm90.cuh computes, and the ring in shared memory that its warps share.
 #pragma once
 
 #include "cuda/divider.cuh"
