@@ -63,6 +63,20 @@ def fp8(array, x, scale, dtype, group=(0, 0), *, expand=None, offset=0):
 
 
 @DTYPES
+def test_scales_that_are_no_numbers(array, dtype):
+    """With any of NaN's bits."""
+    scale = scales(4, 3)
+    bits = scale.view(np.uint32)
+    bits[0], bits[1, 0], bits[2, 1], bits[3, 2] = (
+        (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001),
+        0x7F800000,
+        0xFFFFBFFF,
+        0x7FBFFFFF,
+    )
+    fp8(array, codes(4, 192), scale, dtype, (1, 64))
+
+
+@DTYPES
 @pytest.mark.parametrize("kind", [np.dtype(np.uint8), E4M3, E5M2], ids=str)
 def test_fp8_formats(array, dtype, kind):
     x = codes(9, 300).view(kind)

@@ -181,6 +181,15 @@ def test_any_rows(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("none", [0, -1, -5000])
+def test_a_top_k_that_is_none(array, none):
+    x = random((4, 300), np.dtype(np.float32))
+    np.testing.assert_array_equal(sample(array, x, *keys(4), top_k=none)[0], sample(array, x, *keys(4))[0])
+    out = array.output(np.zeros_like(x))
+    pykv.top_k_top_p_mask(out, array.input(x), top_k=none)
+    np.testing.assert_array_equal(array.numpy(out), x)
+
+
 @pytest.mark.parametrize("levels", [1, 2, 40])
 @pytest.mark.parametrize("options", [{"top_p": 0.6}, {"top_k": 2000, "top_p": 0.50012}, {"top_k": 33}, {}], ids=str)
 def test_ties_go_to_the_lower_token(array, levels, options):
@@ -337,7 +346,8 @@ def test_infinity(array, options):
         ({"seeds": np.zeros(3, np.int64)}, ValueError, "seeds: "),
         ({"steps": np.zeros(2, np.float32)}, TypeError, "steps: "),
         ({"temperature": np.ones(3, np.float32)}, ValueError, "temperature: must have 1 element"),
-        ({"top_k": 2.5e9}, TypeError, "top_k: must be an integer"),
+        ({"top_k": 2.5}, TypeError, "top_k: must be an integer"),
+        ({"top_k": 1 << 24}, ValueError, "top_k: must be below 2"),
         ({"top_k": np.ones(2, np.float32)}, TypeError, "top_k: "),
         ({"top_p": np.ones(2, np.int32)}, TypeError, "top_p: "),
         ({"allowed_bitmap": np.zeros((2, 2), np.int32)}, ValueError, "allowed_bitmap: "),

@@ -5,6 +5,7 @@
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
 #include "dequantization/packed_dequantize.h"
+#include "dequantization/rounded_pairs_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
@@ -101,8 +102,10 @@ void zeros_of_group(const PackedDequantizeArgs& args, const Tile& tile, int64_t 
 
 template <class T, class Row>
 void decode_row(T* to, const Row& row, const float* zeros, const float* scales, int64_t columns) {
+  const auto values = [&](int64_t c) { return (row.load(c) - load(zeros + c)) * load(scales + c); };
   int64_t c = 0;
-  for (; c + kWidth <= columns; c += kWidth) store(to + c, (row.load(c) - load(zeros + c)) * load(scales + c));
+  for (; c + 2 * kWidth <= columns; c += 2 * kWidth) store_pair(to + c, values(c), values(c + kWidth));
+  for (; c + kWidth <= columns; c += kWidth) store(to + c, values(c));
   for (; c < columns; ++c) to[c] = from_float<T>((row.at(c) - zeros[c]) * scales[c]);
 }
 

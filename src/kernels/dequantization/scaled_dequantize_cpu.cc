@@ -9,6 +9,7 @@
 #include "cpu/prefetch.h"
 #include "cpu/simd.h"
 #include "cpu/stream_copy.h"
+#include "dequantization/rounded_pairs_cpu.h"
 #include "dequantization/scaled_dequantize.h"
 
 namespace pykv::PYKV_ISA {
@@ -31,7 +32,8 @@ void spread_scales(const ScaledDequantizeArgs& args, int64_t matrix, int64_t row
                    float* scales) {
   int64_t group = first / args.group_columns, end = (group + 1) * args.group_columns - first;
   for (int64_t c = 0; c < columns; ++group, end += args.group_columns) {
-    const float scale = scale_at(args, args.scale_at(matrix, row / args.group_rows, group));
+    float scale = scale_at(args, args.scale_at(matrix, row / args.group_rows, group));
+    if (scale != scale) scale = __builtin_nanf("");  // store_pair takes no other NaN
     for (const int64_t last = std::min(columns, end); c < last; ++c) scales[c] = scale;
   }
 }
@@ -217,7 +219,12 @@ template <class T, class Code>
 void multiply(T* to, const uint8_t* from, const float* scales, int64_t columns) {
   alignas(64) uint8_t codes[kWidth > 16 ? kWidth : 16] = {};
   constexpr int64_t kStep = sizeof codes;
-  for (int64_t c = 0; c < columns; c += kStep) {
+  int64_t c = 0;
+  if constexpr (!std::is_same_v<Code, e2m1>) {
+    const auto product = [&](int64_t i) { return load_codes<Code>(from + i) * load(scales + i); };
+    for (; c + 2 * kWidth <= columns; c += 2 * kWidth) store_pair(to + c, product(c), product(c + kWidth));
+  }
+  for (; c < columns; c += kStep) {
     const int64_t count = std::min(kStep, columns - c);
     const uint8_t* bytes = codes;
     if constexpr (std::is_same_v<Code, e2m1>) {

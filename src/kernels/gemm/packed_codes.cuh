@@ -407,14 +407,16 @@ struct EntriesOf<T, CodeKind::kTable16> {
 };
 
 // Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).  Otherwise tables are E2M1's, which
-// it does exactly (fragment_scaled); float16 has too few exponents for e8m0.
-inline bool is_folded(const PackedWeight& w, DType dtype) {
+// it does exactly (fragment_scaled); float16 has too few exponents for e8m0.  has_map: of experts, who are quicker without.
+inline bool is_folded(const PackedWeight& w, DType dtype, bool has_map) {
   if (w.codes_kind == CodeKind::kTable16)
     return w.scales_kind != ScaleKind::kE4M3 && (w.scales_kind != ScaleKind::kE8M0 || dtype == DType::kFloat16);
-  const bool is_exact = w.minima_kind == MinimumKind::kZero && w.codes_kind == CodeKind::kUint4;
+  const bool has_none = w.minima_kind == MinimumKind::kNone;
+  const bool is_exact =
+      w.codes_kind == CodeKind::kUint4 && (w.minima_kind == MinimumKind::kZero || (has_none && has_map));
   if (!is_integer(w.codes_kind) || is_exact) return false;
   const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
-  return is_small || (w.minima_kind != MinimumKind::kNone && w.minima_kind != MinimumKind::kZero);
+  return is_small || (!has_none && w.minima_kind != MinimumKind::kZero);
 }
 
 // How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and

@@ -425,7 +425,6 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
   cp_async_wait<kDepth - 3>();
   __syncthreads();
   const auto run = [&]<int kSteps, Fold kFold = Fold::kHalf>() {
-    constexpr float kUnit = S::kRunsOn ? Folding<typename S::Element, S::kCodes, kFold>::kUnit : 1.0f;
     int free = last, at = 0;
     const auto multiply = [&](int from, int to) {
 #pragma unroll 1
@@ -449,7 +448,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
           multiply(begin_of(s), begin_of(s + 1));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            sums[i] = s == 0 ? multiplier.total[i] * kUnit : fmaf(multiplier.total[i], kUnit, sums[i]);
+            sums[i] = s == 0 ? multiplier.total[i] : sums[i] + multiplier.total[i];
             multiplier.total[i] = 0.0f;
           }
         }
@@ -458,7 +457,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
       }
     }
     if constexpr (S::kRunsOn)
-      for (float& x : multiplier.total) x *= kUnit;
+      for (float& x : multiplier.total) x *= Folding<typename S::Element, S::kCodes, kFold>::kUnit;
   };
   if constexpr (S::kFolds) {
     dispatch_fold<S::kCodes>(p.weight, p.steps, multiplier.entries.are_octets(), [&]<Fold kFold>() {
@@ -469,7 +468,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
         run.template operator()<8, kFold>();
       }
     });
-  } else if constexpr (is_integer(S::kCodes) && !S::kSubtracts) {
+  } else if constexpr (S::kCodes == CodeKind::kUint8) {
     run.template operator()<8>();
   } else {
     switch (p.steps) {
@@ -577,14 +576,14 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
-      constexpr bool kHasMaps = kKind == CodeKind::kUint4;
+      constexpr bool kHasMaps = kKind == CodeKind::kUint4 && kMinima != Minima::kFolded;
       if (!map.rows)
         was_launched = launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
       else if constexpr (kHasMaps)
         was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w, args.dtype)) {
+    if (is_folded(w, args.dtype, map.rows)) {
       if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
       if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
       return run.template operator()<CodeKind::kTable16, Minima::kFolded>();

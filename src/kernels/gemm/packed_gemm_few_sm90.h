@@ -10,4 +10,9 @@ namespace pykv {
 // segments: of the columns, whose sums are added in order.
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch);
 
+namespace packed_gemm_sm90 {
+// Segments of the columns: what is summed in which order depends on this alone, not on the number of tokens.
+int segments_of(const PackedWeight& weight, int sms);
+}  // namespace packed_gemm_sm90
+
 }  // namespace pykv

@@ -7,6 +7,11 @@
 namespace pykv {
 namespace packed_gemm_sm90 {
 
+int segments_of(const PackedWeight& w, int sms) {
+  const int64_t row_tiles = (w.n + kRows - 1) / kRows;
+  return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
+}
+
 template <class T, CodeKind kKind>
 void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
   if constexpr (kKind == CodeKind::kTable16) {
@@ -25,7 +30,7 @@ void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
   const int segments = packed_gemm_sm90::segments_of(args.weight, num_sms(launch.device));
   if (packed_gemm_few_sm90(args, segments, launch)) return;
-  if (is_folded(args.weight, args.dtype)) return packed_gemm_folded_sm90(args, launch);
+  if (is_folded(args.weight, args.dtype, args.map.rows)) return packed_gemm_folded_sm90(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:

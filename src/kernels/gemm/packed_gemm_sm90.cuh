@@ -33,6 +33,7 @@
 #include "cuda/vec.cuh"
 #include "gemm/packed_epilogue.cuh"
 #include "gemm/packed_feed_sm90.cuh"
+#include "gemm/packed_gemm_few_sm90.h"
 #include "gemm/packed_multiplier_sm90.cuh"
 
 namespace pykv {
@@ -225,12 +226,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
 #endif
 }
 
-// Of the columns: what is summed in which order depends on this alone, not on the number of tokens.
-inline int segments_of(const PackedWeight& w, int sms) {
-  const int64_t row_tiles = (w.n + kRows - 1) / kRows;
-  return row_tiles * 2 <= sms && w.padded_k >= 4 * kColumns ? kMostSegments : 2;
-}
-
 // Lines of the codes of 16 rows, of each weight.
 template <class S>
 bool make_codes_map(CUtensorMap& map, const PackedGemmArgs& args) {
@@ -320,10 +315,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments         ? pieces * S::kSumBytes
-                    : S::kWalks && S::kRunsOn ? S::kTokens * kRoundedPitch
-                    : S::kRunsOn              ? 0
-                                              : S::kTokens * kRows * 4;
+  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
@@ -352,7 +344,8 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const bool shares = !map.rows && tiles(128) * 2 <= sms && tiles(64) * 2 > sms;
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
-    if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 && kMinima != Minima::kQ4K)
+    if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 &&
+                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
       if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
           reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
         return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);

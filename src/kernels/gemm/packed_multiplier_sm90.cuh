@@ -50,7 +50,7 @@ class Multiplier {
     } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
-    } else if constexpr (S::kScalesCodes || (is_integer(S::kKind) && !(S::kSubtracts && S::kOfBytes))) {
+    } else if constexpr (S::kScalesCodes || (is_integer(S::kKind) && !S::kOfBytes)) {
       run_steps<8>(part, turn);
     } else {
       switch (p_.steps) {
@@ -162,7 +162,7 @@ class Multiplier {
 
   // The same where sums run on to the end of a segment: products of half a stage are under way while the next codes are decoded.
   template <int kSteps, Fold kFold, class End>
-  __device__ __forceinline__ void run_on(const Range& range, Turn& turn, const int& segment_end,
+  __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
                                          const End& end_segment) {
     wait_full(turn);
     decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);

@@ -15,15 +15,21 @@ int64_t pairs_of_packed_tile(int64_t num_pairs, int64_t num_experts) {
   return each <= 4 ? 8 : each <= 12 ? 16 : each <= 24 ? 32 : each <= 80 ? 64 : 128;
 }
 
-// ... and of plain ones: those with which an expert that has more than most reads least, 256 rows of its weight and a tile's
-// rows of x for each tile.
+// ... and of plain ones: those with which an expert reads least, 256 rows of its weight and a tile's rows of x for each tile.  Numbers
+// of pairs vary from expert to expert as those of balls in boxes do.
 int64_t pairs_of_tile(int64_t num_pairs, int64_t num_experts) {
-  const double each = static_cast<double>(num_pairs) / static_cast<double>(num_experts);
-  const double most = each + 2 * std::sqrt(each);
+  const double each = static_cast<double>(num_pairs) / static_cast<double>(num_experts), spread = std::sqrt(2 * each);
   int64_t best = 8;
   double least = HUGE_VAL;
   for (const int64_t tile : {8, 16, 32, 48, 64, 96, 144}) {
-    const double read = std::ceil(most / static_cast<double>(tile)) * static_cast<double>(256 + tile);
+    const auto size = static_cast<double>(tile);
+    double tiles = each / size + 0.5;
+    if (spread < size) {  // the sum of the chances that there is one more
+      tiles = std::max(std::floor((each - 3 * spread) / size), 0.0);
+      for (double before = tiles * size; before < each + 3 * spread; before += size)
+        tiles += 0.5 * std::erfc((before - each) / spread);
+    }
+    const double read = tiles * (256 + size);
     if (read < least) {
       least = read;
       best = tile;

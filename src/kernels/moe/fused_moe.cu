@@ -1,6 +1,6 @@
 // Kernels one after another on the stream.
 #include "cuda/workspace.cuh"
-#include "moe/fused_moe.h"
+#include "moe/few_pairs.h"
 
 namespace pykv {
 namespace {
@@ -16,6 +16,7 @@ void activate(const FusedMoeArgs& a, const Launch& launch) {
 }
 
 void run(FusedMoeArgs& a, const Launch& launch) {
+  if (a.has_products() && few_pairs_cuda(a, launch)) return;
   if (a.sort.num_pairs != 0) sort_pairs_cuda(a.sort, launch);
   a.sum.numbers_are_old = a.has_products();
   if (a.has_products()) {

@@ -20,7 +20,7 @@
 namespace pykv {
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kFewWarps = 16, kManyWarps = 32;        // of a block, at most
 constexpr int kPortableBlocks = 8, kMostBlocks = 16;  // of a cluster: every chip that has them; some
 constexpr int kClusters = 4;
 constexpr int64_t kManyPairs = 8192;
@@ -126,8 +126,7 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
     const uint32_t p = first + 32 * i + threadIdx.x % 32;
     kept[i] = p < end ? bin_of(plan, p, adapter, true) : -1;
   }
-  for (int32_t i = threadIdx.x; i < plan.pair_warps * plan.num_bins; i += blockDim.x) bins.counts[i] = 0;
-  __syncthreads();
+  __syncthreads();  // counts are 0
   const auto count = [&](int32_t bin) {
     if (bin >= 0) atomicAdd(&bins.counts[warp * plan.num_bins + bin], 1u);
   };
@@ -262,8 +261,23 @@ __device__ void sort_few(const SortPlan& plan, int64_t adapter, int64_t list) {
   }
 }
 
-// Everything but the pairs, shared out among the blocks.
-__device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, uint32_t taken) {
+// What stands where there are no pairs and no bins, everywhere, by one block, before there is anything else.
+__device__ void fill(const SortPlan& plan, int64_t list) {
+  const SortPairsArgs& a = plan.args;
+  if (a.sorted) {
+    int32_t* const sorted = a.sorted + list * a.list_stride;
+    const bool in_vectors = reinterpret_cast<uintptr_t>(sorted) % 16 == 0;
+    const int64_t vectors = in_vectors ? a.capacity / 4 : 0;
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x)
+      reinterpret_cast<int4*>(sorted)[i] = make_int4(a.sentinel, a.sentinel, a.sentinel, a.sentinel);
+    for (int64_t i = vectors * 4 + threadIdx.x; i < a.capacity; i += blockDim.x) sorted[i] = a.sentinel;
+  }
+  if (a.blocks)
+    for (int64_t i = threadIdx.x; i < a.num_blocks; i += blockDim.x) a.blocks[list * a.blocks_stride + i] = -1;
+}
+
+// Everything but the pairs, shared out among the blocks.  filled: where fill() has been.
+__device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, uint32_t taken, bool filled) {
   const SortPairsArgs& a = plan.args;
   const auto lanes = static_cast<uint32_t>(plan.bin_lanes);
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
@@ -276,7 +290,7 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
       if (sorted) {
         if (a.sizes.data)
           for (uint32_t i = lane; i < size; i += lanes) sorted[begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
-        for (uint32_t i = size + lane; i < padded; i += lanes) sorted[begin + i] = a.sentinel;
+        for (uint32_t i = size + lane; i < padded && !filled; i += lanes) sorted[begin + i] = a.sentinel;
       }
       if (a.blocks && size) {
         const uint32_t first = plan.block_size(begin, rest);
@@ -287,9 +301,9 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   }
   // Behind the last bin.
   const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  if (sorted)
+  if (sorted && !filled)
     for (int64_t i = int64_t{taken} + thread; i < a.capacity; i += threads) sorted[i] = a.sentinel;
-  if (a.blocks)
+  if (a.blocks && !filled)
     for (int64_t i = int64_t{plan.block_size(taken, rest)} + thread; i < a.num_blocks; i += threads)
       a.blocks[list * a.blocks_stride + i] = -1;
   if (blockIdx.x != 0) return;
@@ -310,12 +324,14 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   }
 }
 
-__global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_constant__ SortPlan plan) {
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) sort_pairs_kernel(const __grid_constant__ SortPlan plan) {
   extern __shared__ uint32_t shared[];
   __shared__ uint32_t taken_by_listed;
   const SortPairsArgs& a = plan.args;
   const int32_t n = plan.num_bins;
   const Bins bins{shared + kBinArrays * n, shared, shared + n, shared + 2 * n, shared + 3 * n};
+  for (int32_t i = threadIdx.x; i < plan.pair_warps * n; i += blockDim.x) bins.counts[i] = 0;
   begin_dependent();
 
   int64_t adapter = -1, list = 0;
@@ -333,6 +349,8 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
   const auto end = static_cast<uint32_t>(min(begin + plan.run, num_pairs));
 
   int32_t kept[kKept];
+  const bool filled = gridDim.x == 1 && !a.sizes.data;
+  if (filled) fill(plan, list);
   if (a.sizes.data)
     take_sizes(plan, bins);
   else
@@ -348,65 +366,77 @@ __global__ void __launch_bounds__(kMaxThreads) sort_pairs_kernel(const __grid_co
       });
   const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
   if (!a.sizes.data && warp % plan.clusters == cluster) place_pairs(plan, bins, adapter, list, first, end, kept);
-  put_bins(plan, bins, list, taken);
+  put_bins(plan, bins, list, taken, filled);
   __syncwarp();
   if (plan.ranks > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
 }
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
+template <int kWarps>
 bool has_room_for_most(const Launch& launch) {
-  return clusters_at_once<sort_pairs_kernel>(launch, kMostBlocks, kMaxThreads, kMaxShared) > 0;
+  return clusters_at_once<sort_pairs_kernel<kWarps>>(launch, kMostBlocks, 32 * kWarps, kMaxShared) > 0;
 }
 
-}  // namespace
-
-void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
-  SortPlan plan{args,
-                Divider(args.top_k),
-                Divider(args.block_size),
-                static_cast<int32_t>(args.num_bins),
-                static_cast<int32_t>(args.num_listed),
-                0,
-                0,
-                32,
-                1,
-                1,
-                args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
-                launch.reporter(args.report_ids),
-                launch.reporter(args.report_map),
-                launch.reporter(args.report_sizes),
-                launch.reporter(args.report_adapters)};
+// blocks: of a cluster, at most
+template <int kWarps>
+void launch_blocks(SortPlan plan, uint32_t blocks, const Launch& launch) {
+  const SortPairsArgs& args = plan.args;
   const int64_t words = kMaxShared / 4, bin_words = kBinArrays * args.num_bins;
-  const int64_t most_warps =
-      std::min<int64_t>((words - bin_words) / std::max<int64_t>(args.num_bins, 1), kMaxThreads / 32);
+  const int64_t most_warps = std::min<int64_t>((words - bin_words) / std::max<int64_t>(args.num_bins, 1), kWarps);
   if (most_warps < 1)
     fail(PYKV_NOT_IMPLEMENTED, "%lld bins of experts are more than shared memory holds",
          static_cast<long long>(args.num_bins));
-  // One block is the quickest where there is little to do.
-  const bool is_large = args.num_pairs > 2048 || args.capacity > 16384;
-  uint32_t blocks = 1;
-  if (is_large && overlaps_kernels(launch.device))
-    blocks = args.num_pairs > kManyPairs && has_room_for_most(launch) ? kMostBlocks : kPortableBlocks;
+  if (blocks > kPortableBlocks && !has_room_for_most<kWarps>(launch)) blocks = kPortableBlocks;
   const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
   plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
   plan.ranks = static_cast<int32_t>(blocks);
   plan.clusters = blocks > 1 ? kClusters : 1;
   const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;
   plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
-  const int64_t threads = std::clamp(32 * plan.pair_warps, 256, kMaxThreads);
+  const int64_t threads = std::clamp(32 * plan.pair_warps, 256, 32 * kWarps);
   while (plan.bin_lanes > 1 && threads * blocks * plan.clusters / plan.bin_lanes < args.num_listed) plan.bin_lanes /= 2;
   const bool has_bins = (args.offsets && args.block_size != 1) || args.wide_offsets || args.offsets_of_128 ||
                         args.problems1 || args.problems2;
   if (blocks == 1 && args.num_pairs <= 32 && !args.sizes.data && !args.keeps_all && !has_bins)
     plan.pair_warps = 0;  // sort_few
   const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);
+  const auto kernel = sort_pairs_kernel<kWarps>;
   if (bytes > 48 << 10)
-    cuda_check(cudaFuncSetAttribute(sort_pairs_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-               "sort_pairs");
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "sort_pairs");
   const dim3 grid(blocks * static_cast<uint32_t>(plan.clusters),
                   args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  launch_clusters(sort_pairs_kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes),
-                  launch, "sort_pairs", plan);
+  launch_clusters(kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes), launch,
+                  "sort_pairs", plan);
+}
+
+}  // namespace
+
+void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
+  const SortPlan plan{args,
+                      Divider(args.top_k),
+                      Divider(args.block_size),
+                      static_cast<int32_t>(args.num_bins),
+                      static_cast<int32_t>(args.num_listed),
+                      0,
+                      0,
+                      32,
+                      1,
+                      1,
+                      args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
+                      launch.reporter(args.report_ids),
+                      launch.reporter(args.report_map),
+                      launch.reporter(args.report_sizes),
+                      launch.reporter(args.report_adapters)};
+  // One block is the quickest where there is little to do.
+  const bool is_large = args.num_pairs > 2048 || args.capacity > 16384;
+  const uint32_t blocks = !is_large || !overlaps_kernels(launch.device) ? 1
+                          : args.num_pairs > kManyPairs                 ? kMostBlocks
+                                                                        : kPortableBlocks;
+  // Few warps, while each keeps the bins of all its pairs: fewer counts to add up.
+  if (args.num_pairs <= int64_t{32} * kKept * kFewWarps * blocks)
+    launch_blocks<kFewWarps>(plan, blocks, launch);
+  else
+    launch_blocks<kManyWarps>(plan, blocks, launch);
 }
 
 }  // namespace pykv

@@ -1,5 +1,8 @@
 #include "sampling/row_inputs.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace pykv {
 namespace {
 
@@ -29,9 +32,12 @@ RowCounts row_counts(Call& call, const char* name, const DLTensor* t, const Dim&
   x.rank_between(0, 1).dtype({DType::kInt32, DType::kInt64, DType::kFloat32});
   if (x.type() == DType::kFloat32) {  // a Python number
     const RowNumbers number = row_numbers(call, name, t, rows);
-    if (number.data || !(number.value >= 0 && number.value < 1 << 24))
+    if (number.data || number.value != std::trunc(number.value))
       x.fail(PYKV_TYPE_ERROR, "must be an integer, or an array of int32 or int64");
-    return {{}, static_cast<int64_t>(number.value), true};
+    constexpr float kTooLarge = 1 << 24;  // for a float32 to be exact
+    if (number.value >= kTooLarge)
+      x.fail(PYKV_VALUE_ERROR, "must be below 2**24 where it is one number, got %g", double{number.value});
+    return {{}, static_cast<int64_t>(std::max(number.value, 0.0f)), true};
   }
   Index list = call.read(name, t).index();
   check_one_or_each(x, rows);

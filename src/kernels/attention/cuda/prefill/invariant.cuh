@@ -29,6 +29,7 @@ struct InvariantPrefillShape : PrefillShape<T, kHeadSize> {
   static constexpr int kStages = kHeadSize <= 64 ? 3 : 2;
   static constexpr int kWaitingBytes = 2 * kThreads * (kHeadSize / 8) * 16;
   static constexpr int kMemoryBytes = Base::kQueryBytes + 2 * kStages * Base::kTileBytes + kWaitingBytes;
+  static constexpr int kFeederRegisters = 40, kComputeRegisters = 232;
   static_assert(Base::kTile == kPartTokens);
 };
 
