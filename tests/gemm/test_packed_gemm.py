@@ -38,14 +38,18 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
 
 
 def is_rounded(array, w: PackedWeight) -> bool:
-    """Weights are rounded to the dtype of x: entries of NF4's table; on a GPU integers in small groups, and tables."""
+    """Weights are rounded to the dtype of x: entries of NF4's table; on a GPU those of GGUF, and what is like them."""
     codes, scales, minima, _, _, group, padded, *_ = w.format.split(".")
     is_small = int(group[1:]) % 128 != 0 and int(group[1:]) < int(padded[1:])
-    if codes[0] == "u":
-        is_rounded = is_small or minima not in ("none", "zero")
-        return is_rounded and not (minima == "zero" and int(codes[1:]) <= 4) and array.device == "cuda"
-    is_table = codes == "t4" and scales not in ("e4m3", "e8m0")
-    return is_table and (scales == "f32" or array.device == "cuda")
+    if codes == "t4":
+        is_rounded = scales in ("f16", "f16u8", "f16i8")
+    elif codes[0] == "u" and minima == "none":
+        is_rounded = is_small and scales in ("f16", "f16u8", "f16i8") and group in ("g16", "g32")
+    elif codes[0] == "u" and minima == "zero":
+        is_rounded = is_small and int(codes[1:]) > 4
+    else:
+        is_rounded = codes[0] == "u"
+    return (codes, scales) == ("t4", "f32") or (is_rounded and array.device == "cuda")
 
 
 def check(array, weight: Weight, x, bias=None, **options) -> None:

@@ -406,17 +406,18 @@ struct EntriesOf<T, CodeKind::kTable16> {
   __device__ static bool is_octet(float x) { return x == rintf(x) && fabsf(x) <= 127.0f; }
 };
 
-// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below).  Otherwise tables are E2M1's, which
-// it does exactly (fragment_scaled); float16 has too few exponents for e8m0.  has_map: of experts, who are quicker without.
-inline bool is_folded(const PackedWeight& w, DType dtype, bool has_map) {
-  if (w.codes_kind == CodeKind::kTable16)
-    return w.scales_kind != ScaleKind::kE4M3 && (w.scales_kind != ScaleKind::kE8M0 || dtype == DType::kFloat16);
-  const bool has_none = w.minima_kind == MinimumKind::kNone;
-  const bool is_exact =
-      w.codes_kind == CodeKind::kUint4 && (w.minima_kind == MinimumKind::kZero || (has_none && has_map));
-  if (!is_integer(w.codes_kind) || is_exact) return false;
+// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below): those of GGUF, and what is like
+// them.  Others without minima are as quick without that, and exact; so is int4 of experts (has_map).
+inline bool is_folded(const PackedWeight& w, bool has_map) {
+  const bool is_wide = w.scales_kind != ScaleKind::kF16 && !has_supers(w.scales_kind);
+  if (w.codes_kind == CodeKind::kTable16) return !is_wide;
+  if (!is_integer(w.codes_kind)) return false;
   const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
-  return is_small || (!has_none && w.minima_kind != MinimumKind::kZero);
+  if (w.minima_kind == MinimumKind::kNone)
+    return is_small && !is_wide && (w.group_size == 16 || w.group_size == 32) &&
+           !(w.codes_kind == CodeKind::kUint4 && has_map);
+  if (w.minima_kind == MinimumKind::kZero) return is_small && w.codes_kind == CodeKind::kUint8;
+  return true;
 }
 
 // How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and

@@ -85,6 +85,31 @@ class FactorCopies {
   Piece prepared_[kPrepared];
 };
 
+// The same of Q4_K, which takes so few instructions that the warp that asks for codes can do it, too.
+class Q4KCopies {
+ public:
+  __device__ Q4KCopies(const Problem& p, uint32_t row_tile, int64_t shift) {
+    const PackedWeight& w = p.weight;
+    const int lane = threadIdx.x % 32;
+    const auto band = [&](int i) { return int64_t{min(static_cast<int>(row_tile) * 4 + i, p.bands - 1)}; };
+    const int64_t group = band(lane / 8) * p.groups * 32 + lane % 8 * 16;
+    scales_ = w.scales + shift + group;
+    minima_ = w.minima + shift + group;
+    of_256_ = (lane < 16 ? w.supers : w.lows) + shift + band(lane / 4 % 4) * p.blocks * 64 + lane % 4 * 16;
+    at_ = p.scales_at + lane * 16;
+  }
+  __device__ void copy(uint32_t stage, int i) const {
+    const uint32_t to = stage + at_;
+    cp_async_16(to, scales_ + i * 128);
+    cp_async_16(to + 4 * kRows, minima_ + i * 128);
+    cp_async_16(to + 8 * kRows, of_256_ + i / 2 * 64);
+  }
+
+ private:
+  const uint8_t *scales_, *minima_, *of_256_;
+  int at_;
+};
+
 struct NoCopies {
   __device__ NoCopies(const Problem&, uint32_t, int64_t) {}
 };
@@ -98,11 +123,12 @@ __device__ void fill(const Problem& p, const Ring& ring, const Tiles<S>& tile, i
   const int first_block = static_cast<int>(tile.row) * (kRows / 16);
   const int first_token = static_cast<int>(tile.token) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
-  [[maybe_unused]] const FactorCopiesOf<S::kHasUnits> factors(p, tile.row, tile.shift());
+  [[maybe_unused]] const std::conditional_t<S::kIsQ4K, Q4KCopies, FactorCopiesOf<S::kFillsFactors>> factors(
+      p, tile.row, tile.shift());
   for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    if constexpr (S::kHasUnits) {
+    if constexpr (S::kFillsFactors) {
       factors.copy(stage, i);
       cp_async_arrive(full);
       if (threadIdx.x % 32 != 0) return;
@@ -265,8 +291,8 @@ class Preparer {
     const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
     if constexpr (S::kFew)
       if (p_.gathers) gatherer_.copy(stage, i * kColumns, full);
-    if constexpr (S::kHasUnits) {
-      if (p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
+    if constexpr (S::kFillsFactors) {
+      if (S::kHasUnits && p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
     } else {
       copies_.copy(stage, i);
       cp_async_arrive(full);
@@ -360,7 +386,7 @@ class Preparer {
   const int64_t shift_;
   const int lane_;
   const Gatherer<S> gatherer_;
-  const FactorCopiesOf<S::kFolds && !S::kHasUnits> copies_;
+  const FactorCopiesOf<S::kFolds && !S::kFillsFactors> copies_;
   float global_;
   int64_t factors_, supers_;
 };

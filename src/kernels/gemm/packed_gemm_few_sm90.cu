@@ -109,7 +109,8 @@ class Feed {
   }
 
  public:
-  // The next stage to a place of the ring; nothing where there is none.
+  // The next stage to a place of the ring; nothing where there is none.  kMore: it may have more than a piece for each lane.
+  template <bool kMore>
   __device__ __forceinline__ void next(int place) {
     if (S::kMaps && left_ == 0 && next_ < end_) start(0, p_.stages);
     if (left_ > 0) {
@@ -119,7 +120,7 @@ class Feed {
       for (int n = 0; n < S::kCodeBytes / 512; ++n) cp_async_16(to + n * 512, codes_ + n * 512);
       codes_ += S::kCodeBytes;
       if (stages_ > 0) cp_async_16(to + S::kCodeBytes, factors_);
-      if (S::kFolds && more_) {
+      if (kMore && more_) {
         cp_async_16(to + S::kCodeBytes + 512, more_);
         more_ += (left_ ^ end_stage_) & 1 ? 0 : 64;
       }
@@ -196,7 +197,7 @@ class Multiplier {
     float2 scales[kMine];
     uint32_t pairs[kMine][2];
     if constexpr (S::kFolds) {
-      fold<Folds, kItems>(stage, scales[0], pairs);
+      fold<kFold, kItems>(stage, scales[0], pairs);
     } else {
       prepare<kItems>(stage, scales, pairs);
     }
@@ -240,8 +241,9 @@ class Multiplier {
 
  private:
   // scale: of all sums of the stage; pairs: s and m of groups as they are multiplied.
-  template <class Folds, int kItems, int kMine>
+  template <Fold kFold, int kItems, int kMine>
   __device__ __forceinline__ void fold(uint32_t stage, float2& scale, uint32_t (&pairs)[kMine][2]) const {
+    using Folds = Folding<T, S::kCodes, kFold>;
     const PackedWeight& w = p_.weight;
     const auto factors_of = [&](int n) {
       const int at = (threadIdx.x % 4 % kItems + 4 * n) * 32 + place_;
@@ -250,16 +252,15 @@ class Multiplier {
           {stage + S::kCodeBytes + at * bytes_of(w.scales_kind), stage + p_.supers_at + place_ * 2,
            stage + p_.minima_at + at * bytes_of(w.minima_kind), stage + p_.lows_at + place_ * 2});
     };
-    const auto first = factors_of(0), second = kMine == 2 ? factors_of(1) : first;
     float2 units = make_float2(1.0f, 1.0f);
     scale = make_float2(Folds::kUnit, Folds::kUnit);
-    if (kIsHalf<T> && !p_.has_units) {
+    if (kIsHalf<T> && (is_of_bytes(kFold) || (kFold == Fold::kAny && !p_.has_units))) {
       const uint32_t of_256 = stage + place_ * 2;
       scale = Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
       units = make_float2(inverse_of_power(scale.x), inverse_of_power(scale.y));
     } else if constexpr (kIsHalf<T>) {
-      float2 most = first.largest();
-      if (kMine == 2) most = larger(most, second.largest());
+      float2 most = factors_of(0).largest();
+      if (kMine == 2) most = larger(most, factors_of(kMine - 1).largest());
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2)
         most = larger(most, make_float2(__shfl_xor_sync(~0u, most.x, mask), __shfl_xor_sync(~0u, most.y, mask)));
@@ -269,7 +270,7 @@ class Multiplier {
     }
 #pragma unroll
     for (int n = 0; n < kMine; ++n) {
-      const auto& factors = n == 0 ? first : second;
+      const auto factors = factors_of(n);
       pairs[n][0] = factors.scales(units);
       pairs[n][1] = factors.minima(units);
     }
@@ -321,6 +322,8 @@ class Multiplier {
       Code::fragment_less(a, words, j % 4, now_);
     } else if constexpr (S::kCodes == CodeKind::kUint4) {
       Code::fragment_in_place(a, words, j % 4);
+    } else if constexpr (S::kCodes == CodeKind::kTable16) {
+      Code::fragment_of(a, words, j % 4, entries.low, entries.high);
     } else {
       Code::fragment(a, words, j % 4, nullptr);
     }
@@ -418,7 +421,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
   if constexpr (!S::kMaps) begin_dependent();
 #pragma unroll 1
   for (int slot = 0; slot < kDepth - 1; ++slot) {
-    feed.next(slot * p.stage_bytes);
+    feed.template next<S::kFolds>(slot * p.stage_bytes);
     if (slot == 0) copy_x<S>(p, x, row);  // of the second group
   }
   Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2, shift);
@@ -431,7 +434,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
       for (int i = from; i < to; ++i) {
         cp_async_wait<kDepth - 2>();
         __syncwarp();  // all lanes have done with the stage before
-        feed.next(free);
+        feed.template next<S::kFolds && kFold == Fold::kBytesMinima && kSteps == 1>(free);
         multiplier.template multiply<kSteps, kFold>(ring + at);
         free = at;
         at = at == last ? 0 : at + p.stage_bytes;
@@ -468,8 +471,6 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
         run.template operator()<8, kFold>();
       }
     });
-  } else if constexpr (S::kCodes == CodeKind::kUint8) {
-    run.template operator()<8>();
   } else {
     switch (p.steps) {
       case 8:
@@ -583,7 +584,7 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
         was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w, args.dtype, map.rows)) {
+    if (is_folded(w, map.rows)) {
       if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
       if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
       return run.template operator()<CodeKind::kTable16, Minima::kFolded>();
@@ -593,7 +594,10 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
     if (w.minima_kind != MinimumKind::kNone) return;
     if (is_uint4) return run.template operator()<CodeKind::kUint4>();
     if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8>();
-    if (w.codes_kind == CodeKind::kE4M3) run.template operator()<CodeKind::kE4M3>();
+    if (w.codes_kind == CodeKind::kE4M3) return run.template operator()<CodeKind::kE4M3>();
+    // packed_gemm_sm90.cu multiplies those with scales of e4m3, and some with e8m0, in another way
+    if (w.scales_kind != ScaleKind::kE4M3 && w.scales_kind != ScaleKind::kE8M0)
+      return run.template operator()<CodeKind::kTable16>();
   });
   return was_launched;
 }

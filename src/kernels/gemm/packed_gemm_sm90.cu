@@ -14,14 +14,15 @@ int segments_of(const PackedWeight& w, int sms) {
 
 template <class T, CodeKind kKind>
 void launch_kind(const PackedGemmArgs& args, const Launch& launch) {
-  if constexpr (kKind == CodeKind::kTable16) {
-    launch_tokens<T, kKind, Minima::kScaled>(args, launch);
-  } else {
-    if constexpr (is_integer(kKind))
-      if (args.weight.minima_kind == MinimumKind::kZero)
-        return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
-    launch_tokens<T, kKind, Minima::kNone>(args, launch);
-  }
+  const ScaleKind scales = args.weight.scales_kind;
+  if constexpr (kKind == CodeKind::kTable16)
+    if (scales == ScaleKind::kE4M3 ||
+        (scales == ScaleKind::kE8M0 && !kIsHalf<T>))  // float16 has too few exponents for e8m0
+      return launch_tokens<T, kKind, Minima::kScaled>(args, launch);
+  if constexpr (is_integer(kKind))
+    if (args.weight.minima_kind == MinimumKind::kZero)
+      return launch_tokens<T, kKind, Minima::kSubtracted>(args, launch);
+  launch_tokens<T, kKind, Minima::kNone>(args, launch);
 }
 
 }  // namespace packed_gemm_sm90
@@ -30,7 +31,7 @@ void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
   const int segments = packed_gemm_sm90::segments_of(args.weight, num_sms(launch.device));
   if (packed_gemm_few_sm90(args, segments, launch)) return;
-  if (is_folded(args.weight, args.dtype, args.map.rows)) return packed_gemm_folded_sm90(args, launch);
+  if (is_folded(args.weight, args.map.rows)) return packed_gemm_folded_sm90(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:

@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
   __shared__ uint64_t barriers[2 * kMostStages];
+  __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
   __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
@@ -149,6 +150,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     if (tiles.weight < 0) return;  // all blocks of the cluster
     if (threadIdx.x < S::kTokens) rows[threadIdx.x] = p.row(tiles.token, threadIdx.x);
   }
+  if constexpr (S::kHasTable) {
+    const auto* numbers = reinterpret_cast<const float*>(p.weight.data + tiles.shift() + PackedWeight::kTableAt);
+    if (threadIdx.x < 256)
+      table[threadIdx.x] = pack_pair<T>(__ldg(numbers + threadIdx.x % 16), __ldg(numbers + threadIdx.x / 16));
+  }
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Turn turn;
@@ -164,7 +170,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       if constexpr (!S::kFew) give_registers<64>();
       if (own < 0) {
-        if (S::kHasUnits || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
+        if (S::kFillsFactors || threadIdx.x % 32 == 0) each_tile([&] { fill<S>(p, ring, tiles, split, turn); });
       } else {
         each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       }
@@ -181,7 +187,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     for (bool more = tiles.begins(); more; more = tiles.next()) {
       const int32_t row = threadIdx.x < S::kTokens ? p.row(tiles.token, threadIdx.x) : -1;
       {
-        Multiplier<S> multiplier(p, ring, tiles.shift());
+        Multiplier<S> multiplier(p, ring, table, tiles.shift());
         multiplier.run(0, turn);
         if (threadIdx.x < S::kTokens) rows[threadIdx.x] = row;
         if (p.map.factors && threadIdx.x < S::kTokens) factors[threadIdx.x] = row < 0 ? 0.0f : p.map.factor_of(row);
@@ -201,7 +207,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
   } else {
     if constexpr (!S::kFew) take_registers<200>();
     {
-      Multiplier<S> multiplier(p, ring, tiles.shift());
+      Multiplier<S> multiplier(p, ring, table, tiles.shift());
       const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
       turn.advance(part % S::kParts, p.stages);
       multiplier.run(part, turn);

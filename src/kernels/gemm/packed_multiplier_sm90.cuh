@@ -27,8 +27,8 @@ class Multiplier {
   float total[kSums];  // over a segment; in the end over all, where one block has all
 
   // shift: bytes from p.weight to the one that is meant
-  __device__ Multiplier(const Problem& p, const Ring& ring, int64_t shift)
-      : p_(p), ring_(ring), entries_(S::entries(p.weight, shift)), warp_(threadIdx.x / 32 % 8) {
+  __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
+      : p_(p), ring_(ring), table_(table), entries_(S::entries(p.weight, shift)), warp_(threadIdx.x / 32 % 8) {
 #pragma unroll
     for (float& x : total) x = kNothing;
     if constexpr (S::kScalesCodes)
@@ -50,7 +50,7 @@ class Multiplier {
     } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
-    } else if constexpr (S::kScalesCodes || (is_integer(S::kKind) && !S::kOfBytes)) {
+    } else if constexpr (S::kScalesCodes || (S::kSubtracts && !S::kOfBytes)) {
       run_steps<8>(part, turn);
     } else {
       switch (p_.steps) {
@@ -343,7 +343,7 @@ class Multiplier {
       for (int j = 0; j < 4; ++j) Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, nullptr);
+      for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
     }
   }
 
@@ -449,7 +449,7 @@ class Multiplier {
   __device__ float2 units_of(uint32_t stage) const {
     using Folds = Folding<T, S::kKind, kFold>;
     const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
-    if (is_of_bytes(kFold) || !p_.has_units)
+    if (is_of_bytes(kFold) || (kFold == Fold::kAny && !p_.has_units))
       return Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
     return load_shared_float2(stage + p_.units_at + (warp_ / 2 * 32 + place()) * 4);
   }
@@ -501,6 +501,7 @@ class Multiplier {
 
   const Problem& p_;
   const Ring& ring_;
+  const uint32_t* const table_;
   const EntriesOf<T, S::kKind> entries_;
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;

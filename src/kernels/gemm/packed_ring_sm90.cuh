@@ -52,7 +52,10 @@ struct Shape {
   // Multiplying warps read factors as they are stored.
   static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
   static constexpr bool kHasUnits = kFolds && kIsHalf<T>;
-  static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds;
+  // The warp that asks for codes copies factors; otherwise preparing warps do.
+  static constexpr bool kFillsFactors = kHasUnits || kIsQ4K;
+  static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
+                        kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
