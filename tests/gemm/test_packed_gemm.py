@@ -37,19 +37,29 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
     return array.numpy(made)
 
 
-def is_rounded(array, source: str) -> bool:
-    """Weights are rounded to the dtype of x: entries of NF4's table, and Q4_K on a GPU."""
-    return source == "nf4" or (source.endswith("Q4_K") and array.device == "cuda")
+def is_rounded(array, w: PackedWeight) -> bool:
+    """Weights are rounded to the dtype of x: entries of NF4's table; on a GPU those of GGUF, and what is like them."""
+    codes, scales, minima, _, _, group, padded, *_ = w.format.split(".")
+    is_small = int(group[1:]) % 128 != 0 and int(group[1:]) < int(padded[1:])
+    if codes == "t4":
+        is_rounded = scales in ("f16", "f16u8", "f16i8")
+    elif codes[0] == "u" and minima == "none":
+        is_rounded = is_small and scales in ("f16", "f16u8", "f16i8") and group in ("g16", "g32")
+    elif codes[0] == "u" and minima == "zero":
+        is_rounded = is_small and int(codes[1:]) > 4
+    else:
+        is_rounded = codes[0] == "u"
+    return (codes, scales) == ("t4", "f32") or (is_rounded and array.device == "cuda")
 
 
-def check(array, weight: Weight, x, bias=None, *, rounded: bool = False, **options) -> None:
+def check(array, weight: Weight, x, bias=None, **options) -> None:
     """Sums in fp32 of exact products, rounded once; or of weights that are rounded before."""
     w, decoded = weight
     out = multiply(array, w, x, bias, **options)
     exact = x.astype(np.float64) @ decoded.T + (0.0 if bias is None else bias.astype(np.float64))
     size = np.abs(x.astype(np.float64)) @ np.abs(decoded).T  # of all products of a sum
     half_ulp = float(ml_dtypes.finfo(x.dtype).eps) / 2
-    lost = half_ulp if rounded else 4e-6
+    lost = half_ulp if is_rounded(array, w) else 4e-6
     error = np.abs(out.astype(np.float64) - exact)
     assert (error <= half_ulp * 1.01 * np.abs(exact) + lost * size + 1e-7).all(), (error / (size + 1e-30)).max()
     if exact.size and len(x) > 1:
@@ -61,7 +71,7 @@ def check(array, weight: Weight, x, bias=None, *, rounded: bool = False, **optio
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_sources(array, dtype, source, rows):
     weight = SOURCES[source]()
-    check(array, weight, random((rows, weight[1].shape[1]), dtype), rounded=is_rounded(array, source))
+    check(array, weight, random((rows, weight[1].shape[1]), dtype))
 
 
 @dtypes
@@ -98,7 +108,7 @@ def test_many_rows(array, dtype, source):
     w, decoded = weight
     x = random((1000 if array.device == "cuda" else 50, decoded.shape[1]), dtype)
     whole = multiply(array, w, x)
-    check(array, weight, x[-90:], rounded=is_rounded(array, source))
+    check(array, weight, x[-90:])
     bits = f"u{whole.itemsize}"
     for first, last in ((0, 1), (3, 12), (20, 50), (100, 150), (200, 300), (500, 800), (700, 1000)):
         some = multiply(array, w, x[first:last])
@@ -143,8 +153,7 @@ def test_any_format_and_size(array, source, steps, seed, dtype, rows, padding, o
     weight = OF_ANY_SIZE[source](*steps, seed)
     n, k = weight[1].shape
     x, out = padded(random((rows, k), dtype, seed), *padding), padded(np.zeros((rows, n), dtype), *padding)
-    rounded = is_rounded(array, source)
-    check(array, weight, x, random((n,), dtype, 1), offset=offset, out=out, rounded=rounded)
+    check(array, weight, x, random((n,), dtype, 1), offset=offset, out=out)
 
 
 GATES = {
@@ -156,7 +165,7 @@ GATES = {
 
 def finish(
     array, weight: Weight, x, bias=None, *, token_scales=None, channel_scales=None, activation="", residual=None,
-    codes=None, scale=0.05, rounded=False, **options,
+    codes=None, scale=0.05, **options,
 ) -> None:  # fmt: skip
     """Against float64; what sums in fp32 lose is carried on, and activations of fp32 lose some more."""
     w, decoded = weight
@@ -165,7 +174,7 @@ def finish(
     for some in (None if token_scales is None else token_scales.reshape(-1, 1), channel_scales):
         scales *= 1.0 if some is None else some.astype(f)
     exact = scales * (x.astype(f) @ decoded.T) + (0.0 if bias is None else bias.astype(f))
-    lost = float(ml_dtypes.finfo(x.dtype).eps) / 2 if rounded else 4e-6
+    lost = float(ml_dtypes.finfo(x.dtype).eps) / 2 if is_rounded(array, w) else 4e-6
     lost = lost * np.abs(scales) * (np.abs(x.astype(f)) @ np.abs(decoded).T) + 3e-7 * np.abs(exact)
     if activation:
         w, (a, b), (lost_a, lost_b) = interleave_halves(w), np.hsplit(exact, 2), np.hsplit(lost, 2)
@@ -236,7 +245,7 @@ def test_epilogue_of_other_weights(array, dtype, source):
     weight = SOURCES[source]()
     n, k = weight[1].shape
     for rows in (3, 20, 100):
-        given = flags(rows, n, dtype)["all"] | {"rounded": is_rounded(array, source)}
+        given = flags(rows, n, dtype)["all"]
         finish(array, weight, random((rows, k), dtype), random((n,), dtype, 1), **given)
 
 

@@ -247,6 +247,35 @@ def test_a_token_has_the_same_bits_among_any_others(array, codes, scales):
         np.testing.assert_array_equal(part.view(np.uint16), whole[some])
 
 
+@dtypes
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "k", "experts"), [(256, 128, 2, 24), (2304, 384, 8, 4), (512, 1152, 3, 4), (128, 256, 32, 24)]
+)
+def test_few_pairs(array, dtype, on_input, hidden, inner, k, experts):
+    """Their own kernels on Hopper give a token the bits that it has among many, whatever ids and biases are."""
+    known, tokens, many = 200, max(25 // k, 1), 70
+    x, (weights, ids) = normal(0, many, hidden, dtype=dtype), routed(many, k, known)
+    x[1, 3], ids[::3, 0] = np.nan, -1
+    w1, w2 = layer("fp8", "blocks", experts, hidden, inner)
+    more: dict[str, Any] = {
+        "expert_map": random(5).integers(-1, experts, known).astype(np.int32),
+        "apply_router_weight_on_input": on_input,
+        "w2_bias": random(6).standard_normal((experts, hidden)).astype(dtype),
+    }
+    if not on_input:
+        more["w1_bias"] = random(7).standard_normal((experts, 2 * inner)).astype(dtype)
+    whole = run(array, x, w1, w2, weights, ids, **more)
+    for some in (slice(0, 1), slice(1, 1 + tokens)):
+        part = run(array, x[some], w1, w2, weights[some], ids[some], **more)
+        np.testing.assert_array_equal(part.view(np.uint16), whole[some].view(np.uint16))
+    some, biases = slice(2, 3), {"b1": more.get("w1_bias"), "b2": more["w2_bias"]}
+    exact = expected(
+        x[some], w1, w2, weights[some], ids[some], "fp8", 128, "silu", on_input, more["expert_map"], **biases
+    )
+    compare(run(array, x[some], w1, w2, weights[some], ids[some], **more), exact)
+
+
 @codes
 @pytest.mark.parametrize("scales", [*SCALES, "given"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_no_mul"])

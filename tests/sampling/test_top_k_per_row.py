@@ -24,7 +24,9 @@ def top_k(array, x, k, *, offset=0, **options):
 @pytest.mark.parametrize(
     ("rows", "cols", "k"),
     [(1, 1, 1), (3, 100, 7), (2, 128, 128), (2, 100, 200), (5, 4097, 50), (3, 20000, 64), (1, 130001, 2048)]
-    + [(2, 40000, 4096), (40, 3001, 300), (300, 1000, 17), (1, 20000, 20)],
+    + [(2, 40000, 4096), (40, 3001, 300), (300, 1000, 17), (1, 20000, 20), (2, 70000, 4096)]
+    # as wide as has room in the shared memory of 16 blocks, or 8, and one more; of 32 bits, and of 16
+    + [(1, 261888, 50), (1, 261889, 50), (3, 130944, 2048), (3, 130945, 2048), (1, 261632, 50), (3, 130817, 2048)],
     ids=name_of,
 )
 @pytest.mark.parametrize("ordered", [False, True])
@@ -64,9 +66,14 @@ def test_hard_rows(array, dtype, k, cols):
     np.testing.assert_array_equal(top_k(array, one, k), reference.top_k_per_row(one, k))
 
 
-def test_one_hard_row_alone(array):
-    for x in hard_rows(50000):
-        np.testing.assert_array_equal(top_k(array, x[None], 700), reference.top_k_per_row(x[None], 700))
+@dtypes
+@pytest.mark.parametrize("cols", [50000, 70001])  # shared by eight blocks, and by sixteen
+def test_one_hard_row_alone(array, dtype, cols):
+    for x in [*hard_rows(cols), *masked_rows(cols)]:
+        with np.errstate(over="ignore"):  # of float16
+            row = x[None].astype(dtype)
+        for k in (1, 700, 4096):
+            np.testing.assert_array_equal(top_k(array, row, k), reference.top_k_per_row(row, k))
 
 
 def masked_rows(cols: int) -> np.ndarray:
@@ -118,6 +125,17 @@ def test_starts_ends_and_own_k(array, dtype, ints):
     options = {"row_starts": starts, "row_ends": ends, "row_k": row_k}
     expected = reference.top_k_per_row(x, 64, starts, ends, row_k)
     np.testing.assert_array_equal(top_k(array, x, 64, **options), expected)
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [2, 16])
+def test_any_ends_of_wide_rows(array, dtype, rows):
+    rng = np.random.default_rng(rows)
+    x = (rng.integers(-90, 90, (rows, 99999)) / 7).astype(dtype)
+    starts, row_k = rng.integers(0, 99999, rows), rng.integers(0, 3000, rows)
+    ends = np.minimum(starts + rng.integers(0, 60000, rows) * rng.integers(0, 2, rows), 99999)
+    found = top_k(array, padded(x, 5), 3000, offset=3, row_starts=starts, row_ends=ends, row_k=row_k)
+    np.testing.assert_array_equal(found, reference.top_k_per_row(x, 3000, starts, ends, row_k))
 
 
 @pytest.mark.parametrize("next_n", [1, 2, 3])
@@ -175,7 +193,7 @@ def test_what_is_out_of_range_is_clamped_and_reported(array, options, name):
 
 @dtypes
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("cols", [40, 50000])
+@pytest.mark.parametrize("cols", [40, 50000, 150000])
 def test_nan_comes_first_and_is_reported(array, dtype, ordered, cols):
     x = random((3, cols), dtype)
     x[1, [3, cols - 1]] = np.nan, -np.nan

@@ -5,15 +5,16 @@
 
 namespace pykv {
 
+// A count of rows, of which there are so many.
+PYKV_HOST_DEVICE constexpr int64_t bounded_count(int64_t count, int64_t rows) {
+  return count < 0 ? 0 : count < rows ? count : rows;
+}
+
 // The first rows, as many as one number says; null: all.
 struct RowCount {
   const int32_t* data;
 
-  PYKV_HOST_DEVICE int64_t of(int64_t rows) const {
-    if (!data) return rows;
-    const int64_t count = *data;
-    return count < 0 ? 0 : count < rows ? count : rows;
-  }
+  PYKV_HOST_DEVICE int64_t of(int64_t rows) const { return data ? bounded_count(*data, rows) : rows; }
 };
 
 // Of each `rows` neighbours, such as those of an expert, the first counts[i] * factor; null: all.
@@ -24,8 +25,7 @@ struct ValidRows {
 
   // How many these are by one of the counts.
   PYKV_HOST_DEVICE int64_t rows_of(int64_t count) const {
-    const int64_t known = count < 0 ? 0 : count < rows ? count : rows;  // so that the product does not wrap
-    return known * factor;
+    return bounded_count(count, rows) * factor;  // which does not wrap
   }
   PYKV_HOST_DEVICE bool has(int64_t row) const { return !counts.data || row % rows < rows_of(counts[row / rows]); }
 };

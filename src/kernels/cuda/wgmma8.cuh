@@ -21,12 +21,14 @@ struct Wgmma8;
 #define PYKV_EIGHT(C, i) \
   C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
 #define PYKV_SIXTEEN(C, i) PYKV_EIGHT(C, i), PYKV_EIGHT(C, i + 8)
+#define PYKV_SUMS_16(C) PYKV_EIGHT(C, 0)
 #define PYKV_SUMS_32(C) PYKV_SIXTEEN(C, 0)
 #define PYKV_SUMS_64(C) PYKV_SUMS_32(C), PYKV_SIXTEEN(C, 16)
 #define PYKV_SUMS_128(C) PYKV_SUMS_64(C), PYKV_SIXTEEN(C, 32), PYKV_SIXTEEN(C, 48)
 #define PYKV_SUMS_256(C) \
   PYKV_SUMS_128(C), PYKV_SIXTEEN(C, 64), PYKV_SIXTEEN(C, 80), PYKV_SIXTEEN(C, 96), PYKV_SIXTEEN(C, 112)
-#define PYKV_NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PYKV_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PYKV_NAMES_32 PYKV_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PYKV_NAMES_64 \
   PYKV_NAMES_32       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -56,6 +58,7 @@ struct Wgmma8;
   PYKV_WGMMA8(float, "+f", N, "f32.e4m3.e4m3", P0, P1, P2, ", 1, 1") \
   PYKV_WGMMA8(int32_t, "+r", N, "s32.s8.s8", P0, P1, P2, "")
 
+PYKV_WGMMA8S(16, "%8", "%9", "%10")
 PYKV_WGMMA8S(32, "%16", "%17", "%18")
 PYKV_WGMMA8S(64, "%32", "%33", "%34")
 PYKV_WGMMA8S(128, "%64", "%65", "%66")
@@ -63,10 +66,12 @@ PYKV_WGMMA8S(256, "%128", "%129", "%130")
 
 #undef PYKV_WGMMA8S
 #undef PYKV_WGMMA8
+#undef PYKV_NAMES_16
 #undef PYKV_NAMES_32
 #undef PYKV_NAMES_64
 #undef PYKV_NAMES_128
 #undef PYKV_NAMES_256
+#undef PYKV_SUMS_16
 #undef PYKV_SUMS_32
 #undef PYKV_SUMS_64
 #undef PYKV_SUMS_128

@@ -69,13 +69,6 @@ struct Codes<T, CodeKind::kUint4> {
   __device__ static void fragment_in_place(uint32_t (&a)[4], const uint4 (&words)[1], int j) {
     fragment_less(a, words, j, {zero_of(0, 8), zero_of(1, 8)});
   }
-  // ... times scales and minima more, of rows g and 8 + g, each side by side in one word; scales of rows 8 + g are times kOfSecond.
-  __device__ static void fragment_folded(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales,
-                                         uint32_t minima) {
-    fragment_in_place(a, words, j);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = fma_pairs<T>(a[i], twice(scales, i % 2), twice(minima, i % 2));
-  }
   // ... less zeros, by zero_of().
   __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&zeros)[2]) {
     const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
@@ -145,33 +138,26 @@ struct Codes<T, CodeKind::kTable16> {
     }
   }
 
-  // The same from registers, where there are few codes: the bytes of entries, low ones and high ones.
-  struct Table {
-    uint32_t low[4], high[4];
-
-    __device__ explicit Table(const float* numbers) {
+  // The same from registers.  low, high: the bytes of entries
+  __device__ static void fragment_of(uint32_t (&a)[4], const uint4 (&words)[1], int j, const uint32_t (&low)[4],
+                                     const uint32_t (&high)[4]) {
+    uint32_t lows[2], highs[2];
+    bytes_of(lows, words, j, low);
+    bytes_of(highs, words, j, high);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(numbers) + i);
-        const uint32_t first = pack_pair<T>(v.x, v.y), second = pack_pair<T>(v.z, v.w);
-        low[i] = __byte_perm(first, second, 0x6420);
-        high[i] = __byte_perm(first, second, 0x7531);
-      }
+    for (int h = 0; h < 2; ++h) {
+      a[2 * h] = __byte_perm(lows[h], highs[h], 0x6240);
+      a[2 * h + 1] = __byte_perm(lows[h], highs[h], 0x7351);
     }
-  };
-  __device__ static void fragment_of(uint32_t (&a)[4], const uint4 (&words)[1], int j, const Table& table) {
+  }
+  // One of 16 bytes for each code, as kUint8 has them.
+  __device__ static void bytes_of(uint32_t (&to)[2], const uint4 (&words)[1], int j, const uint32_t (&bytes)[4]) {
     const uint32_t w = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[0])[j], 0, 0x3120);
     const uint32_t of_eight = w & 0x77777777u, upper = and_or(w >> 1, 0x44444444u, 0x32103210u);
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {  // rows g and 8 + g of the first column, then of the second
-      const auto bytes = [&](const uint32_t (&of)[4]) {
-        return permute(permute(of[0], of[1], of_eight >> 8 * i), permute(of[2], of[3], of_eight >> 8 * i),
-                       upper >> 8 * i);
-      };
-      const uint32_t low = bytes(table.low), high = bytes(table.high);
-      a[i] = __byte_perm(low, high, 0x6240);
-      a[i + 1] = __byte_perm(low, high, 0x7351);
-    }
+    for (int h = 0; h < 2; ++h)
+      to[h] = permute(permute(bytes[0], bytes[1], of_eight >> 16 * h), permute(bytes[2], bytes[3], of_eight >> 16 * h),
+                      upper >> 16 * h);
   }
 
   // Where the table is E2M1's, times scales of rows g and 8 + g, as pairs: exact, for a code has two bits that count, a scale of
@@ -194,19 +180,28 @@ template <class T>
 struct Codes<T, CodeKind::kUint8> {
   static constexpr int kPlanes = 2;
   static constexpr float kUnit = 1.0f;
+  static constexpr uint32_t kMiddle = kIsHalf<T> ? 0x64806480u : 0xc000c000u;  // a zero point of 128
 
   __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t*) {
+    fragment_less(a, words, j, {kMiddle, kMiddle});
+  }
+  // Less zeros, of rows g and 8 + g, by zero_of().
+  __device__ static void fragment_less(uint32_t (&a)[4], const uint4 (&words)[2], int j, const uint32_t (&zeros)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
       const int half_row = i & 1;
       if constexpr (kIsHalf<T>) {
-        a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), 0x64806480u);
-      } else {  // as the bits of a number near the smallest: 2^-133 of itself; times 2^127, less 2, times 64
+        a[i] = subtract_pairs<T>(__byte_perm(w, 0x64646464u, half_row ? 0x4341 : 0x4240), zeros[half_row]);
+      } else {  // as the bits of a number near the smallest: 2^-133 of itself; times 2^127, less zero / 64, times 64
         const uint32_t octets = half_row ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
-        a[i] = multiply_pairs<T>(fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u), 0x42804280u);
+        a[i] = multiply_pairs<T>(fma_pairs<T>(octets, 0x7f007f00u, zeros[half_row]), 0x42804280u);
       }
     }
+  }
+  __device__ static uint32_t zero_of(float zero) {
+    const float v = kIsHalf<T> ? 1024.0f + zero : zero * -0x1p-6f;
+    return pack_pair<T>(v, v);
   }
 };
 
@@ -365,50 +360,290 @@ __device__ void minima_of(float (&minima)[kCount][kRows], const RawFactors (&raw
   }
 }
 
-// Whether Hopper multiplies a weight as Folded below has it: Q4_K.
-inline bool is_folded(const PackedWeight& w) {
-  return w.codes_kind == CodeKind::kUint4 && w.scales_kind == ScaleKind::kF16U8 &&
-         w.minima_kind == MinimumKind::kF16U8 && w.group_size == 32;
-}
-
-// Codes of Q4_K as they are multiplied: w = unit * (s * c + m), with s and m in 16 bits and a power of two for the unit, so that they
-// are in the range of float16; of bfloat16 it is 1.  m is rounded with what c has lost in it, for so it is much less.
+// What codes stand for, in registers, where that is a table.
+template <class T, CodeKind kKind>
+struct EntriesOf {
+  __device__ explicit EntriesOf(const float*) {}
+  __device__ bool are_octets() const { return true; }
+  __device__ float unit() const { return 1.0f; }
+};
 template <class T>
-struct Folded {
-  float2 scale, minimum;  // of 256 columns of two rows
+struct EntriesOf<T, CodeKind::kTable16> {
+  uint32_t low[4], high[4];  // the bytes of entries
+  uint32_t octets[4];        // if all are integers or eighths, as most are: that and 128
 
-  __device__ Folded(uint32_t supers, uint32_t lows, float global, float offset)
-      : scale(unpack_pair<half>(supers)), minimum(unpack_pair<half>(lows)), offset_(offset) {
-    scale.x *= global;
-    scale.y *= global;
-  }
-  __device__ float2 unit() const {
-    if constexpr (!kIsHalf<T>) return make_float2(1.0f, 1.0f);
-    return make_float2(power_below(scale.x, minimum.x), power_below(scale.y, minimum.y));
-  }
-  // s of both rows, or m, by two bytes of scales and two of minima.
-  __device__ uint32_t pair(uint32_t scales, uint32_t minima, bool is_minimum) const {
-    float2 s = make_float2(scale.x * static_cast<float>(scales & 0xffu), scale.y * static_cast<float>(scales >> 8));
-    if (is_minimum) {
-      s.x = fmaf(offset_, s.x, -minimum.x * static_cast<float>(minima & 0xffu));
-      s.y = fmaf(offset_, s.y, -minimum.y * static_cast<float>(minima >> 8));
+  __device__ explicit EntriesOf(const float* numbers) {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) v[i] = __ldg(numbers + i);
+    bool are_integers = true, are_eighths = true;
+#pragma unroll
+    for (float x : v) {
+      are_integers &= is_octet(x);
+      are_eighths &= is_octet(8.0f * x);
     }
-    if constexpr (kIsHalf<T>) {
-      s.x *= inverse(power_below(scale.x, minimum.x));
-      s.y *= inverse(power_below(scale.y, minimum.y));
+    are_octets_ = are_integers || are_eighths;
+    eighths_ = !are_integers && are_eighths;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t first = pack_pair<T>(v[4 * i], v[4 * i + 1]), second = pack_pair<T>(v[4 * i + 2], v[4 * i + 3]);
+      low[i] = __byte_perm(first, second, 0x6420);
+      high[i] = __byte_perm(first, second, 0x7531);
+      octets[i] = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        octets[i] |=
+            (static_cast<uint32_t>(static_cast<int>(eighths_ ? 8.0f * v[4 * i + e] : v[4 * i + e]) + 128) & 255u)
+            << 8 * e;
     }
-    if (!is_minimum) s.y *= Codes<T, CodeKind::kUint4>::kOfSecond;
-    return pack_pair<T>(s.x, s.y);
   }
+  __device__ bool are_octets() const { return are_octets_; }
+  // What integers are to be multiplied by.
+  __device__ float unit() const { return eighths_ ? 0.125f : 1.0f; }
 
  private:
-  float offset_;
+  bool are_octets_, eighths_;
+  __device__ static bool is_octet(float x) { return x == rintf(x) && fabsf(x) <= 127.0f; }
+};
 
-  __device__ static float power_below(float a, float b) {
-    return __uint_as_float(__float_as_uint(fmaxf(fabsf(a), fabsf(b))) & 0x7f800000u);
+// Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below): those of GGUF, and what is like
+// them.  Others without minima are as quick without that, and exact; so is int4 of experts (has_map).
+inline bool is_folded(const PackedWeight& w, bool has_map) {
+  const bool is_wide = w.scales_kind != ScaleKind::kF16 && !has_supers(w.scales_kind);
+  if (w.codes_kind == CodeKind::kTable16) return !is_wide;
+  if (!is_integer(w.codes_kind)) return false;
+  const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
+  if (w.minima_kind == MinimumKind::kNone)
+    return is_small && !is_wide && (w.group_size == 16 || w.group_size == 32) &&
+           !(w.codes_kind == CodeKind::kUint4 && has_map);
+  if (w.minima_kind == MinimumKind::kZero) return is_small && w.codes_kind == CodeKind::kUint8;
+  return true;
+}
+
+// How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and
+// Q6_K (and for a table, of any sign); those of Q2_K, Q4_K and Q5_K.
+enum class Fold { kHalf, kAny, kMinima, kBytes, kBytesMinima };
+PYKV_HOST_DEVICE constexpr bool has_minima(Fold fold) { return fold == Fold::kMinima || fold == Fold::kBytesMinima; }
+PYKV_HOST_DEVICE constexpr bool is_of_bytes(Fold fold) { return fold == Fold::kBytes || fold == Fold::kBytesMinima; }
+// Whether scales of two levels are bytes, and minima, as those of GGUF are.  steps: of 16 columns of a group.
+PYKV_HOST_DEVICE inline bool are_bytes(const PackedWeight& w, int steps) {
+  if (w.minima_kind == MinimumKind::kNone)
+    return w.codes_kind == CodeKind::kTable16 ? has_supers(w.scales_kind) && steps <= 2
+                                              : w.scales_kind == ScaleKind::kF16I8 && steps == 1;
+  return w.minima_kind == MinimumKind::kF16U8 && w.scales_kind == ScaleKind::kF16U8 &&
+         (steps == 2 || (steps == 1 && w.codes_kind == CodeKind::kUint4));
+}
+
+inline bool is_q4_k(const PackedWeight& w) {
+  return w.codes_kind == CodeKind::kUint4 && w.group_size == 32 && w.minima_kind == MinimumKind::kF16U8 &&
+         w.scales_kind == ScaleKind::kF16U8;
+}
+
+// Calls with.template operator()<fold>().
+template <CodeKind kKind, class With>
+__device__ __forceinline__ void dispatch_fold(const PackedWeight& w, int steps, bool are_octets, With with) {
+  constexpr bool kIsTable = kKind == CodeKind::kTable16;
+  if (w.minima_kind != MinimumKind::kNone) {
+    if constexpr (!kIsTable) {
+      if (are_bytes(w, steps)) return with.template operator()<Fold::kBytesMinima>();
+      with.template operator()<Fold::kMinima>();
+    }
+  } else if (are_octets && are_bytes(w, steps)) {
+    with.template operator()<Fold::kBytes>();
+  } else if (are_octets && w.scales_kind == ScaleKind::kF16 && steps >= 2) {
+    with.template operator()<Fold::kHalf>();
+  } else {  // which may have more exponents than kHalf has room for
+    with.template operator()<Fold::kAny>();
   }
-  __device__ static float inverse(float power) {  // of 0: finite
-    return __uint_as_float(0x7f000000u - __float_as_uint(power));
+}
+
+// Scales of two rows from shared memory: those of a group at `at`, those of 256 columns at `supers`.
+template <Fold kFold, bool kAnySign>
+__device__ float2 load_two_scales(uint32_t at, uint32_t supers, ScaleKind kind) {
+  if constexpr (kFold == Fold::kHalf) return unpack_pair<half>(load_shared_4(at));
+  if constexpr (kFold == Fold::kBytes && kAnySign) {
+    const uint32_t sign = kind == ScaleKind::kF16I8 ? 0x8080u : 0u, octets = load_shared_2(at) ^ sign;
+    const float less = static_cast<float>(sign & 0xffu);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(supers));
+    return make_float2(of_256.x * (static_cast<float>(octets & 0xffu) - less),
+                       of_256.y * (static_cast<float>(octets >> 8) - less));
+  }
+  if (kFold == Fold::kBytes || kFold == Fold::kBytesMinima || has_supers(kind)) {
+    const uint32_t octets = load_shared_2(at);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(supers));
+    if (kFold == Fold::kBytes || (kFold != Fold::kBytesMinima && kind == ScaleKind::kF16I8))
+      return make_float2(of_256.x * static_cast<float>(static_cast<int8_t>(octets)),
+                         of_256.y * static_cast<float>(static_cast<int8_t>(octets >> 8)));
+    return make_float2(of_256.x * static_cast<float>(octets & 0xffu), of_256.y * static_cast<float>(octets >> 8));
+  }
+  const int bytes = bytes_of(kind);
+  if (bytes == 2) {
+    const uint32_t pair = load_shared_4(at);
+    const float2 halves = unpack_pair<half>(pair), others = unpack_pair<bf16>(pair);
+    return kind == ScaleKind::kF16 ? halves : others;
+  }
+  if (bytes == 4) return load_shared_float2(at);
+  const uint32_t octets = load_shared_2(at);
+  if (kind == ScaleKind::kE4M3) return make_float2(e4m3_to_float(octets & 0xffu), e4m3_to_float(octets >> 8));
+  const auto power = [](uint32_t octet) { return __uint_as_float(octet ? octet << 23 : 0x00400000u); };
+  return make_float2(power(octets & 0xffu), power(octets >> 8));
+}
+
+// What is added to them; offset: what codes have lost.
+template <Fold kFold>
+__device__ float2 load_two_minima(uint32_t at, uint32_t lows, MinimumKind kind, float offset, float2 scales) {
+  if (kFold != Fold::kBytesMinima && kind == MinimumKind::kNone) return make_float2(0.0f, 0.0f);
+  float2 v;
+  if (kFold == Fold::kBytesMinima || kind == MinimumKind::kF16U8) {
+    const uint32_t octets = load_shared_2(at);
+    const float2 of_256 = unpack_pair<half>(load_shared_4(lows));
+    v = make_float2(-of_256.x * static_cast<float>(octets & 0xffu), -of_256.y * static_cast<float>(octets >> 8));
+  } else if (kind == MinimumKind::kF16) {
+    v = unpack_pair<half>(load_shared_4(at));
+  } else if (kind == MinimumKind::kF32) {
+    v = load_shared_float2(at);
+  } else {
+    const uint32_t octets = load_shared_2(at);
+    return make_float2(scales.x * (offset - static_cast<float>(octets & 0xffu)),
+                       scales.y * (offset - static_cast<float>(octets >> 8)));
+  }
+  return make_float2(fmaf(scales.x, offset, v.x), fmaf(scales.y, offset, v.y));
+}
+
+// Where factors of a group of two rows lie in shared memory; supers, lows: those of 256 columns.
+struct FactorPlaces {
+  uint32_t scales, supers, minima, lows;
+};
+
+// The power of two not above a number, and its inverse; of 0 both are finite.
+__device__ inline float power_below(float x) { return __uint_as_float(__float_as_uint(x) & 0x7f800000u); }
+__device__ inline float inverse_of_power(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
+
+// Codes of integers that are multiplied by the scale of their group as they are decoded: sums of any groups are one.  w = (c - kMiddle) s,
+// rounded to 16 bits; with minima: and m, which has what c lost in it, for so it is much less: s, m and w are rounded.  float16 has few
+// exponents: there a row has a power of two for each 128 columns, not above the largest s or m.
+template <class T, CodeKind kKind, Fold kFold, bool kAnySign = false>
+struct Folding {
+  static constexpr bool kAdds = has_minima(kFold);
+  static constexpr bool kIsNarrow = kKind == CodeKind::kUint4;
+  // Codes become numbers first.
+  static constexpr bool kIsExact = kAdds || kFold == Fold::kAny || (kIsHalf<T> && is_of_bytes(kFold));
+  // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
+  // inverse of that would be too large.
+  static constexpr float kUnit = kIsExact ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
+  static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
+
+  // s and m of a group for rows g and 8 + g.
+  struct Factors {
+    float2 scale, minimum;
+
+    __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
+        : scale(load_two_scales<kFold, kAnySign>(at.scales, at.supers, w.scales_kind)), minimum{} {
+      scale = make_float2(scale.x * global, scale.y * global);
+      if (kAdds) minimum = load_two_minima<kFold>(at.minima, at.lows, w.minima_kind, w.offset, scale);
+    }
+    __device__ float2 largest() const {
+      return make_float2(fmaxf(fabsf(scale.x), fabsf(minimum.x)), fmaxf(fabsf(scale.y), fabsf(minimum.y)));
+    }
+    // In units of what weights have in common: as fragment() wants them.
+    __device__ uint32_t scales(float2 units) const {
+      return pack_pair<T>(scale.x * (of_scale(0) * units.x), scale.y * (of_scale(1) * units.y));
+    }
+    __device__ uint32_t minima(float2 units) const { return pack_pair<T>(minimum.x * units.x, minimum.y * units.y); }
+    // Either of them.
+    __device__ uint32_t one(bool is_minimum, float2 units) const {
+      const float x = is_minimum ? minimum.x : scale.x * of_scale(0),
+                  y = is_minimum ? minimum.y : scale.y * of_scale(1);
+      return pack_pair<T>(x * units.x, y * units.y);
+    }
+  };
+  // Of bytes and float16, what factors of 256 columns have in common: they are at most 255 times that.
+  __device__ static float2 units_of_256(uint32_t supers, uint32_t lows, float global) {
+    const float2 s = unpack_pair<half>(load_shared_4(supers));
+    const float2 m = has_minima(kFold) ? unpack_pair<half>(load_shared_4(lows)) : make_float2(0.0f, 0.0f);
+    return make_float2(2.0f * power_below(fmaxf(fabsf(s.x * global), fabsf(m.x))),
+                       2.0f * power_below(fmaxf(fabsf(s.y * global), fabsf(m.y))));
+  }
+
+  // What s of row g or 8 + g is to be multiplied by.
+  __device__ static constexpr float of_scale(int row) {
+    if (kIsExact) return kIsHalf<T> ? 1.0f : !kIsNarrow ? 64.0f : row ? Codes<T, CodeKind::kUint4>::kOfSecond : 1.0f;
+    return (kIsHalf<T> ? 0x1p14f : 0x1p101f) / (kIsNarrow && row ? 16.0f : 1.0f);
+  }
+  // What is added where there are no minima, by scales().
+  __device__ static uint32_t middle(uint32_t scales) {
+    // -8, -128 (or of codes in bits 4 to 7 of a byte) times the smallest
+    constexpr uint32_t kOfRows = kIsNarrow ? 0x80808008u : 0x80808080u;
+    if constexpr (kIsExact) return 0;
+    return multiply_pairs<T>(scales, kOfRows);
+  }
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[kIsNarrow ? 1 : 2], int j, uint32_t scales,
+                                  uint32_t minima, const EntriesOf<T, kKind>& = EntriesOf<T, kKind>(nullptr)) {
+    if constexpr (kIsExact && kIsNarrow) Codes<T, kKind>::fragment_in_place(a, words, j);
+    const auto scaled = [&](uint32_t v, uint32_t s, uint32_t m) {
+      return kIsExact && !kAdds ? multiply_pairs<T>(v, s) : fma_pairs<T>(v, s, m);
+    };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t s = twice(scales, i % 2), m = twice(minima, i % 2);
+      if constexpr (kIsExact && kIsNarrow) {
+        a[i] = scaled(a[i], s, m);
+      } else if constexpr (kIsNarrow) {
+        const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[0])[j];
+        const uint32_t v = i < 2 ? w : w >> 8;
+        a[i] = fma_pairs<T>(v & (i % 2 ? 0x00f000f0u : 0x000f000fu), s, m);
+      } else {
+        const uint32_t w = reinterpret_cast<const uint32_t (&)[4]>(words[i >> 1])[j];
+        if constexpr (kIsExact && kIsHalf<T>) {
+          const uint32_t octets = __byte_perm(w, 0x64646464u, i % 2 ? 0x4341 : 0x4240);
+          a[i] = scaled(subtract_pairs<T>(octets, 0x64806480u), s, m);
+        } else {
+          const uint32_t octets = i % 2 ? __byte_perm(w, 0, 0x4341) : w & 0x00ff00ffu;
+          a[i] = scaled(kIsExact ? fma_pairs<T>(octets, 0x7f007f00u, 0xc000c000u) : octets, s, m);
+        }
+      }
+    }
+  }
+};
+
+// Entries of a table that are integers: those of kUint8, by their codes.
+template <class T, Fold kFold>
+struct Folding<T, CodeKind::kTable16, kFold, false> : Folding<T, CodeKind::kUint8, kFold, true> {
+  using Octets = Folding<T, CodeKind::kUint8, kFold, true>;
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t minima,
+                                  const EntriesOf<T, CodeKind::kTable16>& entries) {
+    uint32_t octets[2];
+    Codes<T, CodeKind::kTable16>::bytes_of(octets, words, j, entries.octets);
+    const uint4 of_step[2] = {make_uint4(octets[0], 0, 0, 0), make_uint4(octets[1], 0, 0, 0)};
+    Octets::fragment(a, of_step, 0, scales, minima);
+  }
+};
+
+// Any entries: w = s c, where s and w are rounded.
+template <class T>
+struct Folding<T, CodeKind::kTable16, Fold::kAny, false> {
+  static constexpr bool kAdds = false;
+  static constexpr float kUnit = 1.0f;
+  struct Factors {
+    float2 scale;
+
+    __device__ Factors(const PackedWeight& w, float global, const FactorPlaces& at)
+        : scale(load_two_scales<Fold::kAny, false>(at.scales, at.supers, w.scales_kind)) {
+      scale = make_float2(scale.x * global, scale.y * global);
+    }
+    __device__ float2 largest() const { return make_float2(fabsf(scale.x), fabsf(scale.y)); }
+    __device__ uint32_t scales(float2 units) const { return pack_pair<T>(scale.x * units.x, scale.y * units.y); }
+    __device__ uint32_t minima(float2) const { return 0; }
+  };
+  __device__ static uint32_t middle(uint32_t) { return 0; }
+  __device__ static float2 units_of_256(uint32_t supers, uint32_t lows, float global) {
+    return Folding<T, CodeKind::kUint8, Fold::kAny>::units_of_256(supers, lows, global);
+  }
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t,
+                                  const EntriesOf<T, CodeKind::kTable16>& entries) {
+    Codes<T, CodeKind::kTable16>::fragment_of(a, words, j, entries.low, entries.high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = multiply_pairs<T>(a[i], twice(scales, i % 2));
   }
 };
 

@@ -1,20 +1,94 @@
-// What fills the ring of packed_gemm_sm90.cu: codes and x by one thread; factors of groups, and sums of x, by some warps.
+// What fills the ring of packed_gemm_sm90.cuh: codes and x by one thread, factors of groups by some warps.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
-#include "cuda/wgmma_tf32.cuh"
 #include "gemm/packed_ring_sm90.cuh"
 
 namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// What a lane copies of the factors of a stage where they come as they are stored: 16 bytes of scales, of minima and of those of 256
-// columns.
+// What the lanes of a warp copy of the factors of a stage as they are stored: pieces of 16 bytes, each 32nd of scales and minima
+// [band][group][32] and of those of 256 columns [band][32].
 class FactorCopies {
  public:
-  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift) {
+  __device__ FactorCopies(const Problem& p, uint32_t row_tile, int64_t shift)
+      : p_(p),
+        row_tile_(static_cast<int>(row_tile)),
+        shift_(shift),
+        of_scales_(8 * bytes_of(p.weight.scales_kind) * p.items),
+        of_minima_(8 * bytes_of(p.weight.minima_kind) * p.items),
+        count_(of_scales_ + of_minima_ + (p.weight.supers ? 16 : 0) + (p.weight.lows ? 16 : 0)),
+        are_regular_(p.weight.group_size == p.steps * 16 && p.groups % p.items == 0 && count_ <= 32 * kPrepared) {
+    if (!are_regular_) return;
+#pragma unroll
+    for (int k = 0; k < kPrepared; ++k)
+      prepared_[k] = k * 32 + threadIdx.x % 32 < count_ ? piece(k * 32 + threadIdx.x % 32) : Piece{};
+  }
+  // Of stage i to its place in the ring.
+  __device__ void copy(uint32_t stage, int i) const {
+    if (!are_regular_) return copy_one_by_one(stage, i);
+#pragma unroll
+    for (int k = 0; k < kPrepared; ++k) {
+      if (k * 32 >= count_) break;
+      const Piece& own = prepared_[k];
+      if (own.from) cp_async_16(stage + own.to, own.from + int64_t{i >> own.halves} * own.step);
+    }
+  }
+
+ private:
+  static constexpr int kPrepared = 5;  // as many as Q4_1 has
+  struct Piece {
+    const uint8_t* from;           // of the first stage
+    int to, step, halves, column;  // step: bytes of a stage, or of two where halves is 1
+  };
+
+  __device__ Piece piece(int n) const {
+    const PackedWeight& w = p_.weight;
+    const auto band = [&](int of_tile) { return int64_t{min(row_tile_ * 4 + of_tile, p_.bands - 1)}; };
+    const bool is_scale = n < of_scales_;
+    if (is_scale || n < of_scales_ + of_minima_) {
+      const int bytes = is_scale ? bytes_of(w.scales_kind) : bytes_of(w.minima_kind),
+                at = is_scale ? n : n - of_scales_;
+      // All are powers of two.
+      const int of_group = 31 - __clz(2 * bytes), of_band = of_group + 31 - __clz(p_.items);
+      const int group = (at & ((1 << of_band) - 1)) >> of_group;
+      return {(is_scale ? w.scales : w.minima) + shift_ +
+                  (band(at >> of_band) * p_.groups + (are_regular_ ? group : 0)) * 32 * bytes +
+                  (at & ((1 << of_group) - 1)) * 16,
+              (is_scale ? p_.scales_at : p_.minima_at) + at * 16, p_.items * 32 * bytes, 0, group * p_.steps * 16};
+    }
+    n -= of_scales_ + of_minima_;
+    const bool is_super = w.supers && n < 16;
+    return {(is_super ? w.supers : w.lows) + shift_ + band(n / 4 % 4) * p_.blocks * 64 + n % 4 * 16,
+            (is_super ? p_.supers_at : p_.lows_at) + n % 16 * 16, 64, 1, -1};
+  }
+
+  __device__ void copy_one_by_one(uint32_t stage, int i) const {
+#pragma unroll 1
+    for (int n = threadIdx.x % 32; n < count_; n += 32) {
+      const Piece own = piece(n);
+      const int group = min(p_.groups_by.quotient(i * kColumns + max(own.column, 0)), p_.groups - 1);
+      const int64_t at = own.column < 0 ? int64_t{i / 2} * own.step : int64_t{group} * (own.step / p_.items);
+      cp_async_16(stage + own.to, own.from + at);
+    }
+  }
+
+  const Problem& p_;
+  const int row_tile_;
+  const int64_t shift_;
+  const int of_scales_, of_minima_, count_;  // pieces
+  const bool are_regular_;                   // those of a stage lie side by side
+  Piece prepared_[kPrepared];
+};
+
+// The same of Q4_K, which takes so few instructions that the warp that asks for codes can do it, too.
+class Q4KCopies {
+ public:
+  __device__ Q4KCopies(const Problem& p, uint32_t row_tile, int64_t shift) {
     const PackedWeight& w = p.weight;
     const int lane = threadIdx.x % 32;
     const auto band = [&](int i) { return int64_t{min(static_cast<int>(row_tile) * 4 + i, p.bands - 1)}; };
@@ -22,10 +96,10 @@ class FactorCopies {
     scales_ = w.scales + shift + group;
     minima_ = w.minima + shift + group;
     of_256_ = (lane < 16 ? w.supers : w.lows) + shift + band(lane / 4 % 4) * p.blocks * 64 + lane % 4 * 16;
+    at_ = p.scales_at + lane * 16;
   }
-  // Of stage i to where its factors lie.
-  __device__ void copy(uint32_t to, int i) const {
-    to += threadIdx.x % 32 * 16;
+  __device__ void copy(uint32_t stage, int i) const {
+    const uint32_t to = stage + at_;
     cp_async_16(to, scales_ + i * 128);
     cp_async_16(to + 4 * kRows, minima_ + i * 128);
     cp_async_16(to + 8 * kRows, of_256_ + i / 2 * 64);
@@ -33,26 +107,29 @@ class FactorCopies {
 
  private:
   const uint8_t *scales_, *minima_, *of_256_;
+  int at_;
 };
 
-// One thread: codes and x.  One warp where factors come as they are stored.
+struct NoCopies {
+  __device__ NoCopies(const Problem&, uint32_t, int64_t) {}
+};
+template <bool kCopies>
+using FactorCopiesOf = std::conditional_t<kCopies, FactorCopies, NoCopies>;
+
+// One thread: codes and x.  One warp where preparing warps have enough to do, and factors too.
 template <class S>
 __device__ void fill(const Problem& p, const Ring& ring, const Tiles<S>& tile, int split, Turn& turn) {
   constexpr int kCodeBytes = kRows / 16 * S::kBlockBytes;
   const int first_block = static_cast<int>(tile.row) * (kRows / 16);
   const int first_token = static_cast<int>(tile.token) * S::kTokens;
   const uint32_t bytes = kCodeBytes + (p.gathers ? 0 : 2 * S::kXBytes);
-  [[maybe_unused]] const auto factors = [&] {
-    if constexpr (S::kFolds)
-      return FactorCopies(p, tile.row, tile.shift());
-    else
-      return 0;
-  }();
+  [[maybe_unused]] const std::conditional_t<S::kIsQ4K, Q4KCopies, FactorCopiesOf<S::kFillsFactors>> factors(
+      p, tile.row, tile.shift());
   for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
     const uint32_t stage = ring.at(turn), full = ring.full + turn.stage * 8;
     mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    if constexpr (S::kFolds) {
-      factors.copy(stage + S::kScalesAt, i);
+    if constexpr (S::kFillsFactors) {
+      factors.copy(stage, i);
       cp_async_arrive(full);
       if (threadIdx.x % 32 != 0) return;
     }
@@ -147,67 +224,8 @@ __device__ void gather(const Problem& p, const Ring& ring, int thread, const Til
   });
 }
 
-// Warps of few tokens, each for its places in the ring.
-template <class S>
-__device__ void gather_by_turns(const Problem& p, const Ring& ring, int warp, const Tiles<S>& tile, int split,
-                                Turn& turn) {
-  const Gatherer<S> gatherer(p, threadIdx.x % 32, tile.token, tile.shift());
-  for_stages<S>(p, split, turn, [&](int i, const Turn& turn) {
-    if (turn.stage % S::kPreparers != warp) return;
-    mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
-    gatherer.copy(ring.at(turn), i * kColumns, ring.full + turn.stage * 8);
-  });
-}
-
-// Sums of x over each group of a stage, which minima multiply: products with ones.  As the second operand of products of TF32:
-// those of four groups for each token, zeros where there are fewer, and then what they lose.
-template <class S>
-__device__ void sum_x(const Problem& p, uint32_t stage) {
-  using T = typename S::Element;
-  constexpr int kTiles = (S::kTokens + 15) / 16, kAtOnce = kTiles < 4 ? kTiles : 4;  // of 16 tokens
-  constexpr uint32_t kOnes = kIsHalf<T> ? 0x3c003c00u : 0x3f803f80u;
-  const int lane = threadIdx.x % 32, c = lane % 4, last_step = p.steps - 1;
-  const uint32_t token = lane % (S::kTokens < 16 ? 8 : 16);
-  uint32_t from = stage + token * 128 + (lane / 16 ^ lane % 8) * 16;
-  uint32_t to = stage + p.sums_at + (lane / 4 + c * 8) * 16;
-#pragma unroll 1
-  for (int first = 0; first < kTiles; first += kAtOnce, from += kAtOnce * 16 * 128, to += kAtOnce * 16 * 16) {
-    float sum[kAtOnce][4] = {};
-    uint32_t x[2][kAtOnce][4];
-    const auto load = [&](int j) {
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t)
-        ldmatrix_x4(x[j % 2][t], (from ^ j % 4 * 32) + j / 4 * S::kXBytes + t * 16 * 128);
-    };
-    load(0);
-    int item = 0;
-    const auto store = [&](int t, int at, float x) {
-      if (c * 8 >= (S::kTokens < 16 ? 8 : 16)) return;  // all columns are equal
-      const uint32_t address = to + t * 256 + at / 4 * S::kSumsBytes + at % 4 * 4;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(tf32_of(x)) : "memory");
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(address + S::kTokens * 16), "f"(x - tf32_of(x)) : "memory");
-    };
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (j < 7) load(j + 1);
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) mma_16x8x16<T>(sum[t], x[j % 2][t], kOnes, kOnes);
-      if ((j & last_step) != last_step) continue;
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) {
-        store(t, item, c == 0 ? sum[t][0] : sum[t][2]);
-        sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
-      }
-      ++item;
-    }
-#pragma unroll 1
-    for (; item < 4; ++item)
-#pragma unroll
-      for (int t = 0; t < kAtOnce; ++t) store(t, item, 0.0f);
-  }
-}
-
-// What sums are multiplied by, of which a lane has four rows of the weight, and rows of x, for each kPreparers-th place in the ring.
+// Factors and, of few tokens, rows of x, for each kPreparers-th place in the ring: as they are stored where codes are multiplied by
+// them, otherwise what sums are multiplied by, of which a lane has four rows of the weight.
 template <class S>
 class Preparer {
  public:
@@ -218,9 +236,11 @@ class Preparer {
         warp_(warp),
         shift_(tile.shift()),
         lane_(threadIdx.x % 32),
-        gatherer_(p, lane_, tile.token, tile.shift()) {
+        gatherer_(p, lane_, tile.token, tile.shift()),
+        copies_(p, tile.row, tile.shift()) {
     const PackedWeight& w = p.weight;
     global_ = __ldg(reinterpret_cast<const float*>(w.data + shift_ + PackedWeight::kGlobalScaleAt)) * S::Code::kUnit;
+    if constexpr (S::kHasUnits) global_ *= S::entries(w, shift_).unit();
     const int64_t band = min(static_cast<int>(tile.row) * 4 + lane_ / 8, p.bands - 1);
     factors_ = band * p.groups * 32 + lane_ % 8 * 4;
     supers_ = band * p.blocks * 32 + lane_ % 8 * 4;
@@ -230,20 +250,18 @@ class Preparer {
     for_stages<S>(p_, split, turn, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
       constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
-      if (p_.items == 1) {
+      if constexpr (S::kFolds) {
+        copy_factors(i, turn);
+        if (!p_.has_units) return;
+      } else if (p_.items == 1) {
         make_factors<1>(i, turn);
       } else if (kMost == 2 || p_.items == 2) {
         make_factors<2>(i, turn);
       } else {
         make_factors<kMost>(i, turn);
       }
-      if constexpr (S::kAdds) {
-        mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
-        sum_x<S>(p_, ring_.at(turn));
-        fence_async_proxy();  // wgmma reads them
-      }
       __syncwarp();
-      if (lane_ == 0) mbarrier_arrive((S::kJoined ? ring_.full : ring_.ready) + turn.stage * 8);
+      if (lane_ == 0) mbarrier_arrive(ring_.full + turn.stage * 8);
     });
   }
 
@@ -263,6 +281,41 @@ class Preparer {
       if ((first += kCount) >= p_.items) return;
       load<kCount>(raw, i, first);
     }
+  }
+
+  // ... and what the groups of a stage have in common, if they have.
+  __device__ void copy_factors(int i, const Turn& turn) const {
+    float units[4];
+    if (S::kHasUnits && p_.has_units) find_units(units, i);
+    mbarrier_wait(ring_.empty + turn.stage * 8, turn.parity ^ 1);
+    const uint32_t stage = ring_.at(turn), full = ring_.full + turn.stage * 8;
+    if constexpr (S::kFew)
+      if (p_.gathers) gatherer_.copy(stage, i * kColumns, full);
+    if constexpr (S::kFillsFactors) {
+      if (S::kHasUnits && p_.has_units) store(stage + p_.units_at + lane_ * 16, units);
+    } else {
+      copies_.copy(stage, i);
+      cp_async_arrive(full);
+    }
+  }
+  __device__ void find_units(float (&largest)[4], int i) const {
+#pragma unroll
+    for (float& x : largest) x = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < p_.items; first += 2) {
+      RawFactors raw[2];
+      load<2>(raw, i, first);
+      float scales[2][4], minima[2][4] = {};
+      scales_of(scales, raw, p_.weight.scales_kind);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) scales[n / 4][n % 4] *= global_;
+      if (p_.weight.minima) minima_of(minima, raw, p_.weight.minima_kind, p_.weight.offset, scales);
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+        largest[n % 4] = fmaxf(largest[n % 4], fmaxf(fabsf(scales[n / 4][n % 4]), fabsf(minima[n / 4][n % 4])));
+    }
+#pragma unroll
+    for (float& x : largest) x = power_below(x);
   }
 
   template <int kCount>
@@ -307,12 +360,6 @@ class Preparer {
                      make_uint4(zero_of(0, z), zero_of(1, z >> 8), zero_of(0, z >> 16), zero_of(1, z >> 24)));
       }
     }
-    if constexpr (S::kAdds) {
-      float minima[kCount][4];
-      minima_of(minima, raw, w.minima_kind, w.offset, scales);
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) store(to + p_.minima_at + n * kRows * 4, minima[n]);
-    }
   }
 
   // What decoded numbers of row 0 or 8 of sixteen are to be multiplied by.
@@ -320,8 +367,10 @@ class Preparer {
     if constexpr (S::kOfBytes) return CodesOfBytes<typename S::Element>::unit(row);
     return 1.0f;
   }
-  // What is added to them for a zero point of what a code is above the base.
+  // What is added to them, or of codes of eight bits subtracted, for a zero point of what a code is above the base.
   __device__ uint32_t zero_of(int row, uint32_t octet) const {
+    if constexpr (S::kKind == CodeKind::kUint8)
+      return S::Code::zero_of(128.0f - p_.weight.offset + static_cast<float>(octet & 0xffu));
     const float zero = (p_.weight.offset - 8.0f - static_cast<float>(octet & 0xffu)) / unit(row);
     return pack_pair<typename S::Element>(zero, zero);
   }
@@ -337,6 +386,7 @@ class Preparer {
   const int64_t shift_;
   const int lane_;
   const Gatherer<S> gatherer_;
+  const FactorCopiesOf<S::kFolds && !S::kFillsFactors> copies_;
   float global_;
   int64_t factors_, supers_;
 };

@@ -6,14 +6,15 @@
 //
 // Of experts with up to eight pairs in a tile, in int4: a block has a tile and rows of its expert, a warp all segments of some blocks of
 // rows, one after another, so that it always has stages to ask for.  Few tokens, or an x that leaves room for one block on an SM, are
-// quicker where warps share rows (packed_gemm_sm90.cu).
+// quicker where warps share rows (packed_gemm_sm90.cuh).
 //
 // x lies in shared memory, all of it.  Four neighbours of x are what a lane's codes of a step stand for (packed_weight.h), so that
-// products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cu does it: the matrix units do not tell, and
-// a row of out has the same bits.
+// products of a step are summed in another order of its 16 columns than packed_gemm_sm90.cuh does it: the matrix units do not tell,
+// and a row of out has the same bits.
 //
-// One token on an H200, us, beside packed_gemm_sm90.cu and a plain read of the weight: Q4_K 14336 x 4096 14.3 (18.6, 8.8), Q6_K 20.9 (36.6, 15.1),
-// int4 with groups of 128 12.2 (13.8, 8.0), 4096 x 4096 5.8 (9.1, 3.3).  More stages ahead are slower: 14.6 with four, 15.1 with five.
+// One token on an H200, us, beside packed_gemm_sm90.cuh and a plain read of the weight: Q4_K 14336 x 4096 14.2 (16.8, 8.8), Q6_K 18.3
+// (21.4, 15.1), int4 with groups of 128 12.2 (13.8, 8.0), 4096 x 4096 5.8 (9.1, 3.3).  More stages ahead are slower: 14.6 with four,
+// 15.1 with five.
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "gemm/packed_codes.cuh"
@@ -27,7 +28,7 @@ namespace packed_gemm_few {
 constexpr int kColumns = 128, kTokens = 8, kDepth = 4;  // of a stage; at most; stages of a ring, one of which is read
 constexpr int kMostWarps = 16, kMapWarps = 12, kShared = 226 << 10;  // of a block
 
-// Zero points are subtracted as codes are decoded; scales and minima of Q4_K multiply and are added (Folded).
+// Zero points are subtracted as codes are decoded; scales and minima of small groups multiply and are added (Folding).
 enum class Minima { kNone, kSubtracted, kFolded };
 
 struct Problem {
@@ -40,7 +41,8 @@ struct Problem {
   int tokens, units, groups, blocks, stages;  // blocks: of 256 columns
   int steps;                                  // of 16 columns that are scaled together: 1, 2, 4 or 8
   int segments_log2, row_blocks, each;        // blocks of 16 rows; such of a block of threads
-  int x_pitch, stage_bytes, minima_at, supers_at;
+  int x_pitch, stage_bytes, minima_at, supers_at, lows_at;
+  bool has_units;  // ... of float16, that are to be found
   TileMap map;
   TileRows rows;
   int64_t num_rows;
@@ -81,6 +83,7 @@ class Feed {
     const int lane = threadIdx.x % 32, items = 8 / p.steps, block = next_;
     next_ += kMapWarps;
     left_ = end - begin;
+    end_stage_ = end;
     codes_ = w.codes + shift_ + (int64_t{block} * p.units + 2 * begin) * (S::kCodeBytes / 2) + lane * 16;
     // One after another in a stage: scales, minima, those of 256 columns.
     int first = 0;
@@ -92,17 +95,22 @@ class Feed {
         stages_ = stages;
         until_ = stages - begin % stages;
       }
+      const int more = lane + 32 - first;
+      if (S::kFolds && more >= 0 && more < bytes / 16)  // of 256 columns
+        more_ = from + shift_ + block / 2 * groups * of_group + begin / 2 * 64 + more * 16;
       first += bytes / 16;
     };
     const int of_scales = 32 * bytes_of(w.scales_kind);
     section(w.scales, of_scales, p.groups, of_scales * items, p.stages_of_group);
-    if (S::kSubtracts || S::kFolds) section(w.minima, 32, p.groups, 32 * items, p.stages_of_group);
+    const int of_minima = 32 * bytes_of(w.minima_kind);
+    if (S::kSubtracts || S::kFolds) section(w.minima, of_minima, p.groups, of_minima * items, p.stages_of_group);
     section(w.supers, 64, p.blocks, 64, 2);
     if (S::kFolds) section(w.lows, 64, p.blocks, 64, 2);
   }
 
  public:
-  // The next stage to a place of the ring; nothing where there is none.
+  // The next stage to a place of the ring; nothing where there is none.  kMore: it may have more than a piece for each lane.
+  template <bool kMore>
   __device__ __forceinline__ void next(int place) {
     if (S::kMaps && left_ == 0 && next_ < end_) start(0, p_.stages);
     if (left_ > 0) {
@@ -112,6 +120,10 @@ class Feed {
       for (int n = 0; n < S::kCodeBytes / 512; ++n) cp_async_16(to + n * 512, codes_ + n * 512);
       codes_ += S::kCodeBytes;
       if (stages_ > 0) cp_async_16(to + S::kCodeBytes, factors_);
+      if (kMore && more_) {
+        cp_async_16(to + S::kCodeBytes + 512, more_);
+        more_ += (left_ ^ end_stage_) & 1 ? 0 : 64;
+      }
       const bool was_last = --until_ == 0;
       factors_ += was_last ? bytes_ : 0;
       until_ = was_last ? stages_ : until_;
@@ -125,9 +137,9 @@ class Feed {
   uint32_t ring_;
   int next_;  // block of rows
   const int end_;
-  const uint8_t *codes_, *factors_ = nullptr;
-  int left_, bytes_ = 0, stages_ = 0,
-             until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
+  const uint8_t *codes_, *factors_ = nullptr, *more_ = nullptr;  // more_: of more than 32 lanes
+  int end_stage_, left_, bytes_ = 0, stages_ = 0,
+                         until_ = 0;  // stages; of factors, which are those of so many stages, and so many more
 };
 
 // Rows of x, and zeros behind them.  row: of out, that of a map for token lane % 8, -1: there is none, and nothing is made of it.
@@ -149,16 +161,6 @@ __device__ void copy_x(const Problem& p, uint32_t to, int32_t row) {
   }
 }
 
-// A table, where codes are entries of one.
-template <class T, CodeKind kKind>
-struct TableOf {
-  __device__ explicit TableOf(const float*) {}
-};
-template <class T>
-struct TableOf<T, CodeKind::kTable16> : Codes<T, CodeKind::kTable16>::Table {
-  using Codes<T, CodeKind::kTable16>::Table::Table;
-};
-
 template <class S>
 class Multiplier {
   using T = typename S::Element;
@@ -166,6 +168,7 @@ class Multiplier {
 
  public:
   float total[4] = {};
+  const EntriesOf<T, S::kCodes> entries;
 
   // row_block: of the warp; x: of its first stage
   __device__ Multiplier(const Problem& p, int row_block, uint32_t x, int64_t shift)
@@ -174,13 +177,15 @@ class Multiplier {
         x_(x + min(static_cast<int>(threadIdx.x % 32 / 4), p.tokens - 1) * p.x_pitch + threadIdx.x % 4 * 8),
         global_(__ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
                 Code::kUnit),
-        table_(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {}
+        entries(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kTableAt)) {
+    if constexpr (S::kFolds) global_ *= entries.unit();
+  }
 
   // Back over all columns, to the next block of rows.
   __device__ void rewind() { x_ -= p_.stages * kColumns * 2; }
 
   // kSteps: of 16 columns that are scaled together.
-  template <int kSteps>
+  template <int kSteps, Fold kFold>
   __device__ __forceinline__ void multiply(uint32_t stage) {
     const uint32_t lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
@@ -188,10 +193,11 @@ class Multiplier {
       words_[n / Code::kPlanes][n % Code::kPlanes] = load_shared_16(stage + n * 512 + (8 * c + lane / 4) * 16);
     // Lanes of a row share the work: each has the factors of a group, or of two.
     constexpr int kItems = 8 / kSteps, kMine = kItems == 8 ? 2 : 1;
+    using Folds = Folding<T, S::kCodes, kFold>;
     float2 scales[kMine];
     uint32_t pairs[kMine][2];
     if constexpr (S::kFolds) {
-      prepare_folded(stage, scales[0], pairs[0]);
+      fold<kFold, kItems>(stage, scales[0], pairs);
     } else {
       prepare<kItems>(stage, scales, pairs);
     }
@@ -201,7 +207,10 @@ class Multiplier {
     for (int j = 0; j < 8; ++j) {
       const int item = j / kSteps, from = item % 4, own = item / 4;
       if (j % kSteps == 0) {
-        if constexpr (S::kFolds || (S::kSubtracts && kItems > 1)) {
+        if constexpr (S::kFolds) {
+          now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
+          now_[1] = Folds::kAdds ? __shfl_sync(~0u, pairs[own][1], from, 4) : Folds::middle(now_[0]);
+        } else if constexpr (S::kSubtracts && kItems > 1) {
           now_[0] = __shfl_sync(~0u, pairs[own][0], from, 4);
           now_[1] = __shfl_sync(~0u, pairs[own][1], from, 4);
         } else if constexpr (S::kSubtracts) {
@@ -211,11 +220,15 @@ class Multiplier {
         if (!S::kRunsOn && (!S::kFolds || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       }
       uint32_t a[4];
-      decode(a, j);
+      if constexpr (S::kFolds) {
+        Folds::fragment(a, words_[j / 4], j % 4, now_[0], now_[1], entries);
+      } else {
+        decode(a, j);
+      }
       const uint2 x = load_shared_8(x_ + j * 32);
       mma_16x8x16<T>(sum, a, x.x, x.y);
       if (S::kRunsOn || (j + 1) % kSteps != 0 || (S::kFolds && j != 7)) continue;
-      float2 scale = scales[own];
+      float2 scale = scales[S::kFolds ? 0 : own];
       if constexpr (!S::kFolds && kItems > 1) {
         scale.x = __shfl_sync(~0u, scale.x, from, 4);
         scale.y = __shfl_sync(~0u, scale.y, from, 4);
@@ -227,16 +240,42 @@ class Multiplier {
   }
 
  private:
-  // One of 256 columns has one of scales; s and m of a group as pairs of the two rows.
-  __device__ __forceinline__ void prepare_folded(uint32_t stage, float2& scale, uint32_t (&pairs)[2]) const {
-    const uint32_t supers = stage + p_.supers_at + place_ * 2;
-    const Folded<T> folded(load_shared_4(supers), load_shared_4(supers + 64), global_, p_.weight.offset);
-    const uint32_t at = stage + S::kCodeBytes + threadIdx.x % 4 * 32 + place_;
-    const uint32_t octets = load_shared_2(at), minima = load_shared_2(at + 128);
-    scale = folded.unit();
-    pairs[0] = folded.pair(octets, minima, false);
-    pairs[1] = folded.pair(octets, minima, true);
+  // scale: of all sums of the stage; pairs: s and m of groups as they are multiplied.
+  template <Fold kFold, int kItems, int kMine>
+  __device__ __forceinline__ void fold(uint32_t stage, float2& scale, uint32_t (&pairs)[kMine][2]) const {
+    using Folds = Folding<T, S::kCodes, kFold>;
+    const PackedWeight& w = p_.weight;
+    const auto factors_of = [&](int n) {
+      const int at = (threadIdx.x % 4 % kItems + 4 * n) * 32 + place_;
+      return typename Folds::Factors(
+          w, global_,
+          {stage + S::kCodeBytes + at * bytes_of(w.scales_kind), stage + p_.supers_at + place_ * 2,
+           stage + p_.minima_at + at * bytes_of(w.minima_kind), stage + p_.lows_at + place_ * 2});
+    };
+    float2 units = make_float2(1.0f, 1.0f);
+    scale = make_float2(Folds::kUnit, Folds::kUnit);
+    if (kIsHalf<T> && (is_of_bytes(kFold) || (kFold == Fold::kAny && !p_.has_units))) {
+      const uint32_t of_256 = stage + place_ * 2;
+      scale = Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
+      units = make_float2(inverse_of_power(scale.x), inverse_of_power(scale.y));
+    } else if constexpr (kIsHalf<T>) {
+      float2 most = factors_of(0).largest();
+      if (kMine == 2) most = larger(most, factors_of(kMine - 1).largest());
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2)
+        most = larger(most, make_float2(__shfl_xor_sync(~0u, most.x, mask), __shfl_xor_sync(~0u, most.y, mask)));
+      most = make_float2(power_below(most.x), power_below(most.y));
+      scale = make_float2(scale.x * most.x, scale.y * most.y);
+      units = make_float2(inverse_of_power(most.x), inverse_of_power(most.y));
+    }
+#pragma unroll
+    for (int n = 0; n < kMine; ++n) {
+      const auto factors = factors_of(n);
+      pairs[n][0] = factors.scales(units);
+      pairs[n][1] = factors.minima(units);
+    }
   }
+  __device__ static float2 larger(float2 a, float2 b) { return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
 
   template <int kItems, int kMine>
   __device__ __forceinline__ void prepare(uint32_t stage, float2 (&scales)[kMine], uint32_t (&zeros)[kMine][2]) const {
@@ -279,14 +318,12 @@ class Multiplier {
 
   __device__ __forceinline__ void decode(uint32_t (&a)[4], int j) const {
     const auto& words = words_[j / 4];
-    if constexpr (S::kFolds) {
-      Code::fragment_folded(a, words, j % 4, now_[0], now_[1]);
-    } else if constexpr (S::kSubtracts) {
+    if constexpr (S::kSubtracts) {
       Code::fragment_less(a, words, j % 4, now_);
     } else if constexpr (S::kCodes == CodeKind::kUint4) {
       Code::fragment_in_place(a, words, j % 4);
     } else if constexpr (S::kCodes == CodeKind::kTable16) {
-      Code::fragment_of(a, words, j % 4, table_);
+      Code::fragment_of(a, words, j % 4, entries.low, entries.high);
     } else {
       Code::fragment(a, words, j % 4, nullptr);
     }
@@ -295,8 +332,7 @@ class Multiplier {
   const Problem& p_;
   const int place_;  // of its two rows among the factors of 32
   uint32_t x_;
-  const float global_;
-  const TableOf<T, S::kCodes> table_;
+  float global_;
   uint4 words_[2][Code::kPlanes];
   uint32_t now_[2];  // factors of the group that is decoded
 };
@@ -385,21 +421,21 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
   if constexpr (!S::kMaps) begin_dependent();
 #pragma unroll 1
   for (int slot = 0; slot < kDepth - 1; ++slot) {
-    feed.next(slot * p.stage_bytes);
+    feed.template next<S::kFolds>(slot * p.stage_bytes);
     if (slot == 0) copy_x<S>(p, x, row);  // of the second group
   }
   Multiplier<S> multiplier(p, row_block, x + begin * kColumns * 2, shift);
   cp_async_wait<kDepth - 3>();
   __syncthreads();
-  const auto run = [&]<int kSteps>() {
+  const auto run = [&]<int kSteps, Fold kFold = Fold::kHalf>() {
     int free = last, at = 0;
     const auto multiply = [&](int from, int to) {
 #pragma unroll 1
       for (int i = from; i < to; ++i) {
         cp_async_wait<kDepth - 2>();
         __syncwarp();  // all lanes have done with the stage before
-        feed.next(free);
-        multiplier.template multiply<kSteps>(ring + at);
+        feed.template next<S::kFolds && kFold == Fold::kBytesMinima && kSteps == 1>(free);
+        multiplier.template multiply<kSteps, kFold>(ring + at);
         free = at;
         at = at == last ? 0 : at + p.stage_bytes;
       }
@@ -423,9 +459,18 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
         write_own<typename S::Element>(p, sums, block, row, weight);
       }
     }
+    if constexpr (S::kRunsOn)
+      for (float& x : multiplier.total) x *= Folding<typename S::Element, S::kCodes, kFold>::kUnit;
   };
   if constexpr (S::kFolds) {
-    run.template operator()<2>();
+    dispatch_fold<S::kCodes>(p.weight, p.steps, multiplier.entries.are_octets(), [&]<Fold kFold>() {
+      if (p.steps == 2) return run.template operator()<2, kFold>();
+      if (p.steps == 1) return run.template operator()<1, kFold>();
+      if constexpr (!is_of_bytes(kFold)) {
+        if (p.steps == 4) return run.template operator()<4, kFold>();
+        run.template operator()<8, kFold>();
+      }
+    });
   } else {
     switch (p.steps) {
       case 8:
@@ -480,19 +525,24 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
             .stage_bytes = 0,
             .minima_at = 0,
             .supers_at = 0,
+            .lows_at = 0,
+            .has_units = false,
             .map = args.map,
             .rows = TileRows(args.map, kTokens),
             .num_rows = args.num_rows,
             .turns = 1};
   const int items = 8 / p.steps;
+  p.has_units = !are_bytes(w, p.steps);
   p.minima_at = S::kCodeBytes + items * 32 * bytes_of(w.scales_kind);
-  p.supers_at = p.minima_at + items * 32 * (S::kSubtracts || S::kFolds);
-  p.stage_bytes = p.supers_at + 64 * has_supers(w.scales_kind) + 64 * S::kFolds;
-  if (p.stage_bytes - S::kCodeBytes > 32 * 16) return false;  // more than a copy for each lane
+  p.supers_at = p.minima_at + items * 32 * bytes_of(w.minima_kind);
+  p.lows_at = p.supers_at + 64 * has_supers(w.scales_kind);
+  p.stage_bytes = p.lows_at + 64 * (w.lows != nullptr);
+  // A copy for each lane, and one of 256 columns.
+  if (p.stage_bytes - S::kCodeBytes > 32 * 16 && (!S::kFolds || p.supers_at - S::kCodeBytes != 32 * 16)) return false;
   p.x_pitch = p.stages * kColumns * 2 + 32;  // so that lanes of neighbouring tokens read from other banks
   int64_t tiles = 1;
   if constexpr (S::kMaps) {
-    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cu)
+    constexpr int64_t kLeastStages = 150;  // of an SM: fewer are quicker where warps share rows (packed_gemm_sm90.cuh)
     tiles = args.map.num_blocks * (args.map.block_size / kTokens);
     if (tiles > 65535 || row_blocks * tiles * p.stages < kLeastStages * sms) return false;
     p.each = kMapWarps;
@@ -534,7 +584,11 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
         was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w)) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
+    if (is_folded(w, map.rows)) {
+      if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
+      if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
+      return run.template operator()<CodeKind::kTable16, Minima::kFolded>();
+    }
     if (is_uint4 && w.minima_kind == MinimumKind::kZero)
       return run.template operator()<CodeKind::kUint4, Minima::kSubtracted>();
     if (w.minima_kind != MinimumKind::kNone) return;

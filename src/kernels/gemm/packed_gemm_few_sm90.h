@@ -5,8 +5,8 @@
 
 namespace pykv {
 
-// Whether it was launched: not for maps, for many tokens, for weights with minima except Q4_K, or where columns, groups or x do not come
-// in whole copies.
+// Whether it was launched: not for many tokens, for bytes with zero points, for maps but of four bits, or where columns, groups or x do
+// not come in whole copies.
 // segments: of the columns, whose sums are added in order.
 bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch& launch);
 

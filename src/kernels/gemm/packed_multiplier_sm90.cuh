@@ -1,19 +1,13 @@
-// What empties the ring of packed_gemm_sm90.cu: warps that decode codes, multiply and scale.
+// What empties the ring of packed_gemm_sm90.cuh: warps that decode codes, multiply and scale.
 #pragma once
 
 #include "cuda/load_shared.cuh"
-#include "cuda/wgmma_tf32.cuh"
+#include "cuda/wgmma.cuh"
 #include "gemm/packed_ring_sm90.cuh"
 
 namespace pykv {
 namespace packed_gemm_sm90 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-__device__ inline void store_transposed(uint32_t address, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
 
 // Sums of 16 rows of the weight, of a warp.
 template <class S>
@@ -21,8 +15,11 @@ class Multiplier {
   using T = typename S::Element;
   using Code = typename S::Code;
   using Words = uint4[S::kOfBytes ? 2 : Code::kPlanes];  // of a unit
-  static constexpr int kSums = S::kTokens / 2;           // of a lane
-  static constexpr int kPairs = (S::kTokens + 8) / 16;   // of eight tokens
+  template <int kSteps>
+  static constexpr int kTogether =
+      S::kScalesCodes ? 8 : kSteps;                     // of 16 columns that are summed before they are scaled
+  static constexpr int kSums = S::kTokens / 2;          // of a lane
+  static constexpr int kPairs = (S::kTokens + 8) / 16;  // of eight tokens
   // What a sum begins with: -0 + x is x, whatever its sign.
   static constexpr float kNothing = S::kRunsOn ? -0.0f : 0.0f;
 
@@ -31,11 +28,12 @@ class Multiplier {
 
   // shift: bytes from p.weight to the one that is meant
   __device__ Multiplier(const Problem& p, const Ring& ring, const uint32_t* table, int64_t shift)
-      : p_(p), ring_(ring), table_(table), warp_(threadIdx.x / 32 % 8) {
+      : p_(p), ring_(ring), table_(table), entries_(S::entries(p.weight, shift)), warp_(threadIdx.x / 32 % 8) {
 #pragma unroll
     for (float& x : total) x = kNothing;
     if constexpr (S::kScalesCodes)
-      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt));
+      global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
+                (S::kFolds ? entries_.unit() : 1.0f);
     const int lane = threadIdx.x % 32, c = lane % 4;
     constexpr bool kOctets = Code::kPlanes == 2;
     codes_at_ = S::kCodesAt + warp_ * S::kBlockBytes + (8 * (c / 2) + lane / 4) * 16 + (kOctets ? c % 2 * 512 : 0);
@@ -47,17 +45,24 @@ class Multiplier {
 
   // The part'th of all blocks of the cluster.  Inlined by order: otherwise the sums would lie in memory.
   __device__ __forceinline__ void run(int part, Turn& turn) {
-    if constexpr (S::kScalesCodes) return run_steps<8>(part, turn);
-    switch (p_.steps) {
-      case 8:
-        if constexpr (!S::kAdds) run_steps<8>(part, turn);
-        return;
-      case 4:
-        return run_steps<4>(part, turn);
-      case 2:
-        return run_steps<2>(part, turn);
-      default:
-        return run_steps<1>(part, turn);
+    if constexpr (S::kIsQ4K) {
+      run_folded<Fold::kBytesMinima>(part, turn);
+    } else if constexpr (S::kFolds) {
+      dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
+                              [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
+    } else if constexpr (S::kScalesCodes || (S::kSubtracts && !S::kOfBytes)) {
+      run_steps<8>(part, turn);
+    } else {
+      switch (p_.steps) {
+        case 8:
+          return run_steps<8>(part, turn);
+        case 4:
+          return run_steps<4>(part, turn);
+        case 2:
+          return run_steps<2>(part, turn);
+        default:
+          return run_steps<1>(part, turn);
+      }
     }
   }
 
@@ -91,13 +96,29 @@ class Multiplier {
   }
 
  private:
+  // Sizes of groups that are rare, and whose are not known when compiled, have a loop in common.
+  template <Fold kFold>
+  __device__ __forceinline__ void run_folded(int part, Turn& turn) {
+    constexpr bool kIsTable = S::kKind == CodeKind::kTable16;
+    if constexpr (kFold == Fold::kHalf) {
+      if (p_.steps == 2) return run_steps<2, kFold>(part, turn);
+      run_steps<4, kFold>(part, turn);
+    } else if constexpr (!is_of_bytes(kFold)) {
+      run_steps<0, kFold>(part, turn);
+    } else {
+      constexpr int kSteps = kFold == Fold::kBytesMinima && (S::kIsQ4K || S::kKind == CodeKind::kUint8) ? 2 : 1;
+      if (kIsTable && p_.steps == 2) return run_steps<kIsTable ? 2 : kSteps, kFold>(part, turn);
+      run_steps<kSteps, kFold>(part, turn);
+    }
+  }
+
   // kSteps: of 16 columns, that are scaled together.
-  template <int kSteps>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ __forceinline__ void run_steps(int part, Turn& turn) {
     const Range range = p_.range(part);
     int segment = part * p_.each, segment_end = p_.begin(segment + 1);
     const auto end_segment = [&] {
-      if constexpr (S::kRunsOn) take_sums();
+      if constexpr (S::kRunsOn) take_sums<kFold>();
       if (p_.keeps()) {
         if (!S::kLastInRing || segment + 1 < (part + 1) * p_.each) keep(segment % (p_.each * S::kParts));
       } else if constexpr (!S::kRunsOn) {
@@ -109,13 +130,13 @@ class Multiplier {
     while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
     if (range.begin == range.end) return;
     if constexpr (S::kRunsOn && !S::kFew) {
-      run_on(range, turn, segment_end, end_segment);
+      run_on<kSteps, kFold>(range, turn, segment_end, end_segment);
       return;
     }
     if constexpr (!S::kFew) {
       wait_full(turn);
-      decode<kSteps>(a_[0], ring_.at(turn), 0);
-      if constexpr (kSteps == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
+      decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
+      if constexpr (kTogether<kSteps> == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
     }
     const auto end_stage = [&](int i) {
       release(turn);
@@ -125,26 +146,26 @@ class Multiplier {
     if constexpr (S::kFew) {
 #pragma unroll 1
       for (int i = range.begin; i < range.end; ++i) {
-        run_stage_at_once<kSteps>(turn);
+        run_stage_at_once<kSteps, kFold>(turn);
         end_stage(i);
       }
     } else {
 #pragma unroll 1
       for (int i = range.begin; i < range.end - 1; ++i) {
-        run_stage<kSteps, false>(turn);
+        run_stage<kSteps, false, kFold>(turn);
         end_stage(i);
       }
-      run_stage<kSteps, true>(turn);
+      run_stage<kSteps, true, kFold>(turn);
       end_stage(range.end - 1);
     }
   }
 
   // The same where sums run on to the end of a segment: products of half a stage are under way while the next codes are decoded.
-  template <class End>
+  template <int kSteps, Fold kFold, class End>
   __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
                                          const End& end_segment) {
     wait_full(turn);
-    decode<8>(a_[0], ring_.at(turn), 0);
+    decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
     multiply<0, 4>(a_[0], ring_.at(turn), true);
     Turn before = turn;
 #pragma unroll 1
@@ -154,7 +175,7 @@ class Multiplier {
         wgmma_wait<1>();
         release(before);
       }
-      decode<8>(a_[1], stage, 1);
+      decode<kSteps, kFold>(a_[1], stage, 1);
       multiply<0, 4>(a_[1], stage + S::kXBytes, false);
       before = turn;
       turn.advance(1, p_.stages);
@@ -162,7 +183,7 @@ class Multiplier {
       if (goes_on) {
         wgmma_wait<1>();
         wait_full(turn);
-        decode<8>(a_[0], ring_.at(turn), 0);
+        decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
       }
       if (ends) {
         wgmma_wait<0>();
@@ -179,7 +200,7 @@ class Multiplier {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(ring_.empty + turn.stage * 8);
   }
 
-  template <int kSteps>
+  template <int kSteps, Fold kFold>
   __device__ __forceinline__ void run_stage_at_once(const Turn& turn) {
     const uint32_t stage = ring_.at(turn);
     constexpr bool kAhead = S::kTokens == 8;  // x of a unit is loaded before any is wanted
@@ -192,20 +213,16 @@ class Multiplier {
       uint32_t steps_of_x[kAhead ? 4 : 1][kPairs][4];
 #pragma unroll
       for (int j = 0; j < (kAhead ? 4 : 0); ++j) load_x(steps_of_x[j], stage + unit * S::kXBytes, j);
-      decode<kSteps>(a_[0], words[unit], stage, unit);
+      decode<kSteps, kFold>(a_[0], words[unit], stage, unit);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t (&x)[kPairs][4] = steps_of_x[kAhead ? j / 2 * 2 : 0];
-        constexpr int kMask = kSteps - 1;
+        constexpr int kMask = kTogether<kSteps> - 1;
         const int step = unit * 4 + j;
         if (!kAhead) load_x(x, stage + unit * S::kXBytes, j);
         multiply_at_once(a_[0][j], x, j, !S::kRunsOn && (step & kMask) == 0);
         if (S::kRunsOn || (step & kMask) != kMask) continue;
-        if (step == kMask) {
-          wait_ready(turn);
-          if constexpr (S::kAdds) add_minima<8 / kSteps>(stage);
-        }
-        add_scaled(scales(stage, step / kSteps));
+        add_scaled(scales<kFold>(stage, step / kTogether<kSteps>));
       }
     }
   }
@@ -229,29 +246,26 @@ class Multiplier {
   }
 
   // The first codes of the stage are decoded; decodes those of the next one, and of groups of a whole stage begins to sum them.
-  template <int kSteps, bool kLast>
+  template <int kSteps, bool kLast, Fold kFold>
   __device__ __forceinline__ void run_stage(const Turn& turn) {
     const uint32_t stage = ring_.at(turn);
     Turn next = turn;
     next.advance(1, p_.stages);
     const uint32_t next_stage = ring_.at(next);
-    if constexpr (kSteps == 8) {
-      decode<kSteps>(a_[1], stage, 1);
+    if constexpr (kTogether<kSteps> == 8) {
+      decode<kSteps, kFold>(a_[1], stage, 1);
       multiply<0, 4>(a_[1], stage + S::kXBytes, false);
       if constexpr (!kLast) {
         wgmma_wait<1>();  // of the first unit
         wait_full(next);
-        decode<kSteps>(a_[0], next_stage, 0);
+        decode<kSteps, kFold>(a_[0], next_stage, 0);
       }
-      wait_ready(turn);
-      const float2 scale = scales(stage, 0);
+      const float2 scale = scales<kFold>(stage, 0);
       wgmma_wait<0>();
       add_scaled(scale);
       if constexpr (!kLast) multiply<0, 4>(a_[0], next_stage, true);
     } else {
       constexpr int kItems = 8 / kSteps;
-      wait_ready(turn);
-      if constexpr (S::kAdds) add_minima<8 / kSteps>(stage);
       multiply_item<kSteps>(stage, 0);
       decode<kSteps>(a_[1], stage, 1);
 #pragma unroll
@@ -260,9 +274,8 @@ class Multiplier {
           wait_full(next);
           decode<kSteps>(a_[0], next_stage, 0);
         }
-        const float2 scale = scales(stage, item);
+        const float2 scale = scales<kFold>(stage, item);
         wgmma_wait<0>();
-        if constexpr (S::kAdds) pin_minima();
         add_scaled(scale);
         if (item + 1 < kItems) multiply_item<kSteps>(stage, item + 1);
       }
@@ -272,20 +285,16 @@ class Multiplier {
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
     if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
-    if (S::kSubtracts || (S::kScalesCodes && !S::kFolds)) wait_ready(turn);
-  }
-  __device__ void wait_ready(const Turn& turn) const {
-    if constexpr (!S::kFolds && !S::kJoined) mbarrier_wait(ring_.ready + turn.stage * 8, turn.parity);
   }
 
   // Codes of a unit to fragments of its four steps.
-  template <int kSteps>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ void decode(uint32_t (&a)[4][4], uint32_t stage, int unit) const {
     Words words;
     load_codes(words, stage, unit);
-    decode<kSteps>(a, words, stage, unit);
+    decode<kSteps, kFold>(a, words, stage, unit);
   }
-  template <int kSteps>
+  template <int kSteps, Fold kFold = Fold::kHalf>
   __device__ void decode(uint32_t (&a)[4][4], const Words& words, uint32_t stage, int unit) const {
     if constexpr (S::kOfBytes) {
       uint2 zeros;
@@ -304,17 +313,22 @@ class Multiplier {
         }
       }
     } else if constexpr (S::kFolds) {
-      // Lanes of a row share the work: two have scales of the two groups, two minima.
+      // Lanes of a row share the work: each has the factors of a group, or of those with minima one of them.
+      using Folds = Folding<T, S::kKind, kFold>;
+      constexpr bool kOne = kSteps == 2;
+      const int groups_log2 = kSteps == 0 ? 2 - p_.steps / 2 : 2 - kSteps / 2, groups = 1 << groups_log2;  // of a unit
       const int lane = threadIdx.x % 32, c = lane % 4;
-      const uint32_t at = stage + S::kScalesAt + warp_ / 2 * 128 + (unit * 2 + c % 2) * 32 + place();
-      const uint32_t own =
-          folded(stage).pair(load_shared_2(at), load_shared_2(at + S::kMinimaAt - S::kScalesAt), c >= 2);
+      uint32_t own[2];
+      fold<kFold, kSteps, kOne>(own, stage, unit * groups + c % groups, c >= 2);
+      uint32_t s = 0, m = 0;
 #pragma unroll
-      for (int group = 0; group < 2; ++group) {
-        const uint32_t s = __shfl_sync(~0u, own, (lane & 28) | group),
-                       m = __shfl_sync(~0u, own, (lane & 28) | 2 | group);
-#pragma unroll
-        for (int j = 2 * group; j < 2 * group + 2; ++j) Code::fragment_folded(a[j], words, j, s, m);
+      for (int j = 0; j < 4; ++j) {
+        const int group = j >> (2 - groups_log2);
+        if (kSteps == 0 || j % (kSteps + !kSteps) == 0) {
+          s = __shfl_sync(~0u, own[0], group, 4);
+          m = Folds::kAdds ? __shfl_sync(~0u, own[!kOne], kOne ? 2 | group : group, 4) : Folds::middle(s);
+        }
+        Folds::fragment(a[j], words, j, s, m, entries_);
       }
     } else if constexpr (S::kScalesCodes) {
 #pragma unroll
@@ -323,6 +337,10 @@ class Multiplier {
         const uint2 scales = load_shared_8(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
         Code::fragment_scaled(a[j], words, j, {scales.x, scales.y});
       }
+    } else if constexpr (S::kSubtracts) {
+      const uint2 zeros = load_shared_8(stage + p_.minima_at + factors_at_);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
@@ -378,74 +396,73 @@ class Multiplier {
     wgmma_commit();
   }
 
+  template <Fold kFold>
   __device__ float2 scales(uint32_t stage, int item) const {
-    if constexpr (S::kFolds) return folded(stage).unit();
+    if constexpr (S::kFolds) {
+      constexpr float kUnit = Folding<T, S::kKind, kFold>::kUnit;
+      if constexpr (!S::kHasUnits) return make_float2(kUnit, kUnit);
+      const float2 units = units_of<kFold>(stage);
+      return make_float2(kUnit * units.x, kUnit * units.y);
+    }
     if constexpr (S::kScalesCodes) return make_float2(global_, global_);
     return load_shared_float2(stage + S::kScalesAt + item * kRows * 4 + factors_at_);
   }
 
   __device__ void add_scaled(const float2& scale) {
     if constexpr (!S::kFew) wgmma_pin(sum_);
-    if constexpr (S::kAdds && !S::kFew) wgmma_pin(total);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? scale.y : scale.x, sum_[i], total[i]);
   }
 
   // Of the two rows of this lane among the factors of 32.
   __device__ int place() const { return threadIdx.x % 32 / 4 * 4 + warp_ % 2 * 2; }
-  __device__ Folded<T> folded(uint32_t stage) const {
-    const uint32_t at = stage + S::kSupersAt + (warp_ / 2 * 32 + place()) * 2;
-    return {load_shared_4(at), load_shared_4(at + S::kLowsAt - S::kSupersAt), global_, p_.weight.offset};
-  }
-
-  // Minima of a stage times sums of x, each as what TF32 takes of it and the rest.
-  template <int kItems>
-  __device__ void add_minima(uint32_t stage) {
-    const int lane = threadIdx.x % 32, c = lane % 4;
-#pragma unroll
-    for (int first = 0; first < kItems; first += 4) {
-      const bool inside = kItems >= 4 || c < kItems;
-      const uint32_t at = stage + p_.minima_at + (first + (inside ? c : 0)) * kRows * 4 + factors_at_;
-      const float2 minimum = load_shared_float2(at);
-      const float x = inside ? minimum.x : 0.0f, y = inside ? minimum.y : 0.0f;
-      const uint32_t sums = stage + p_.sums_at + first / 4 * S::kSumsBytes;
-      if constexpr (!S::kFew) {
-        if (first > 0) wgmma_wait<0>();
-        pin_minima();
-      }
-      minima_[0][0] = minima_[0][2] = __float_as_uint(tf32_of(x));
-      minima_[0][1] = minima_[0][3] = __float_as_uint(tf32_of(y));
-      minima_[1][0] = minima_[1][2] = __float_as_uint(x - tf32_of(x));
-      minima_[1][1] = minima_[1][3] = __float_as_uint(y - tf32_of(y));
-      if constexpr (S::kFew) {
-#pragma unroll
-        for (int t = 0; t < S::kTokens / 8; ++t) {
-          const uint32_t of_lane = sums + t * 128 + lane * 4;
-          const uint32_t b0 = load_shared_4(of_lane), b1 = load_shared_4(of_lane + S::kTokens * 16);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) mma_16x8x8_tf32(reinterpret_cast<float (&)[4]>(total[t * 4]), minima_[i], b0, b1);
-        }
-      } else {
-        const uint64_t matrix = tf32_matrix(sums, S::kTokens * 16);
-        wgmma_pin(total);
-        wgmma_begin();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) wgmma_tf32<S::kTokens>(total, minima_[i], matrix);
-        wgmma_commit();
-      }
+  // Of a group, as fragment() wants it: scales as a pair, and minima; kOne: either of them.
+  template <Fold kFold, int kSteps, bool kOne>
+  __device__ __forceinline__ void fold(uint32_t (&own)[2], uint32_t stage, int item, bool is_minimum) const {
+    const PackedWeight& w = p_.weight;
+    constexpr bool kOfBytes = is_of_bytes(kFold);  // then all places are known here
+    constexpr int kItems = 8 / (kSteps + !kSteps), kBytesAt = S::kScalesAt + kItems * kRows;
+    const int at = (warp_ / 2 * (kSteps == 0 ? p_.items : kItems) + item) * 32 + place();
+    const int of_scale = kOfBytes ? 1 : bytes_of(w.scales_kind), of_minimum = kOfBytes ? 1 : bytes_of(w.minima_kind);
+    const int minima_at = kOfBytes ? kBytesAt : p_.minima_at;
+    const int supers_at = kOfBytes ? kBytesAt + has_minima(kFold) * kItems * kRows : p_.supers_at;
+    const int lows_at = kOfBytes ? supers_at + 2 * kRows : p_.lows_at;
+    const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
+    const typename Folding<T, S::kKind, kFold>::Factors factors(
+        w, global_,
+        {stage + S::kScalesAt + at * of_scale, of_256 + supers_at, stage + minima_at + at * of_minimum,
+         of_256 + lows_at});
+    float2 units = make_float2(1.0f, 1.0f);
+    if constexpr (S::kHasUnits) {
+      units = units_of<kFold>(stage);
+      units = make_float2(inverse_of_power(units.x), inverse_of_power(units.y));
+    }
+    if constexpr (Folding<T, S::kKind, kFold>::kAdds && kOne) {
+      own[0] = factors.one(is_minimum, units);
+    } else {
+      own[0] = factors.scales(units);
+      if (Folding<T, S::kKind, kFold>::kAdds) own[1] = factors.minima(units);
     }
   }
-  __device__ void pin_minima() {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(minima_[i / 4][i % 4]));
+  // What weights of a stage have in common.
+  template <Fold kFold>
+  __device__ float2 units_of(uint32_t stage) const {
+    using Folds = Folding<T, S::kKind, kFold>;
+    const uint32_t of_256 = stage + (warp_ / 2 * 32 + place()) * 2;
+    if (is_of_bytes(kFold) || (kFold == Fold::kAny && !p_.has_units))
+      return Folds::units_of_256(of_256 + p_.supers_at, of_256 + p_.lows_at, global_);
+    return load_shared_float2(stage + p_.units_at + (warp_ / 2 * 32 + place()) * 4);
   }
 
   // Adds the sums of a segment that ran on to total.
+  template <Fold kFold>
   __device__ void take_sums() {
     if constexpr (!S::kFew) wgmma_pin(sum_);
+    constexpr float kUnit = S::kFolds ? Folding<T, S::kKind, kFold>::kUnit : 0.0f;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      total[i] = __fadd_rn(total[i], S::kFolds ? sum_[i] : __fmul_rn(global_, sum_[i]));
+      const float sum = kUnit == 1.0f ? sum_[i] : __fmul_rn(S::kFolds ? kUnit : global_, sum_[i]);
+      total[i] = __fadd_rn(total[i], sum);
       if constexpr (S::kFew) sum_[i] = 0.0f;
     }
   }
@@ -485,11 +502,12 @@ class Multiplier {
   const Problem& p_;
   const Ring& ring_;
   const uint32_t* const table_;
+  const EntriesOf<T, S::kKind> entries_;
   const int warp_;
   uint32_t codes_at_, selector_, x_at_, factors_at_;
   float global_;
   float sum_[kSums] = {};
-  uint32_t a_[2][4][4], minima_[2][4] = {};
+  uint32_t a_[2][4][4];
 };
 
 #endif

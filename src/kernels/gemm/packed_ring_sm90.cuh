@@ -1,4 +1,4 @@
-// What a block of packed_gemm_sm90.cu computes, and the ring in shared memory that its warps share.
+// What a block of packed_gemm_sm90.cuh computes, and the ring in shared memory that its warps share.
 #pragma once
 
 #include "cuda/divider.cuh"
@@ -21,13 +21,15 @@ constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instruct
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
 constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and the table
 
-// What is done about m: nothing, it is 0; zero points are subtracted from codes of four bits as they are decoded; m is added, times
-// sums of x.  kScaled: it is 0, and codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums
-// of groups.  kFolded: the same of Q4_K, with m, which 16 bits do not hold: weights are rounded.
-enum class Minima { kNone, kSubtracted, kAdded, kScaled, kFolded };
+// What is done besides the scaling of sums of groups by s: nothing; zero points are subtracted from codes of integers as they are
+// decoded.  kScaled: codes are multiplied by s as they are decoded, since 16 bits hold that: then there are no sums of groups.  kFolded:
+// the same of integers and tables, with what is added; 16 bits do not hold that: weights are rounded (Folding).
+// kQ4K: the same, where nothing but Q4_K is meant.
+enum class Minima { kNone, kSubtracted, kScaled, kFolded, kQ4K };
 
-// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are
-// blocks for all of them, so that one begins and ends while the other multiplies.
+// kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which
+// eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are blocks for all of them, so that
+// one begins and ends while the other multiplies.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;
@@ -46,25 +48,27 @@ struct Shape {
   static constexpr int kXBytes = kTokens * kUnit * 2;                      // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;              // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
-  static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kAdds = kMinima == Minima::kAdded;
-  // Multiplying warps read factors as they are stored, of 128 rows and the four groups of a stage: scales and minima
-  // [band][group][32], and those of 256 columns [band][32].
-  static constexpr bool kFolds = kMinima == Minima::kFolded;
-  static constexpr int kMinimaAt = kScalesAt + 4 * kRows, kSupersAt = kMinimaAt + 4 * kRows,
-                       kLowsAt = kSupersAt + 2 * kRows;
+  static constexpr bool kSubtracts = kMinima == Minima::kSubtracted;
+  // Multiplying warps read factors as they are stored.
+  static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
+  static constexpr bool kHasUnits = kFolds && kIsHalf<T>;
+  // The warp that asks for codes copies factors; otherwise preparing warps do.
+  static constexpr bool kFillsFactors = kHasUnits || kIsQ4K;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
-  // Whoever waits for codes waits for factors too: one barrier tells of both.
-  static constexpr bool kJoined = kMinima == Minima::kNone || kSubtracts;
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.
   static constexpr bool kLastInRing = kTokens > 64;
-  static constexpr int kSumsBytes = kTokens * 32;  // of x, over four groups
   static constexpr int kSumBytes = kTokens * kPitch * 4;
+
+  // shift: bytes from w to the one that is meant
+  __device__ static EntriesOf<T, kKind> entries(const PackedWeight& w, int64_t shift) {
+    return EntriesOf<T, kKind>(reinterpret_cast<const float*>(w.data + shift + PackedWeight::kTableAt));
+  }
 };
 
 struct Range {
@@ -88,7 +92,8 @@ struct Problem {
   int segments, splits;       // of the columns; blocks of a cluster, which have some segments each
   int each;                   // segments of a part
   int steps, items;           // of 16 columns that have factors in common: 1, 2, 4 or 8; such in a stage
-  int stages, stage_bytes, minima_at, sums_at;
+  int stages, stage_bytes, scales_at, minima_at, supers_at, lows_at, units_at;
+  bool has_units;     // preparing warps find what factors of a stage have in common
   bool gathers;       // rows of x are copied one by one, not by the tensor map
   bool whole_chunks;  // ... and eight neighbours at once
   bool whole_stores;  // out: four neighbours can be stored at once
@@ -129,7 +134,7 @@ struct Problem {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 struct Ring {
-  uint32_t data, full, ready, empty;  // addresses in shared memory
+  uint32_t data, full, empty;  // addresses in shared memory
   int stage_bytes;
 
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }

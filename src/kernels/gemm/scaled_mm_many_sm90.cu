@@ -17,7 +17,8 @@ namespace scaled_mm {
 namespace {
 
 // kGroups warpgroups, each of kParts times 64 rows, and 128 columns.  With one part the next block of k is multiplied while one is
-// added; with two there are no registers for that, and the other warpgroup multiplies.
+// added.  With two there are no registers for that, and the other warpgroup multiplies; so it does with scales of blocks, where that
+// is faster.
 // kStrided: scales of rows may lie anywhere, and warps of their own bring all scales.
 template <int kGroups_, int kParts_, int kStages_, int kPieces_, bool kStrided_>
 struct ManyShape {
@@ -134,7 +135,6 @@ struct ManyMultiplier {
   const uint32_t shared;
   const int group, warp, lane;
   ManyTurn<S> turn;
-  bool is_full = false;  // what was seen of the next stage
   float total[S::kParts][kSums];
   // Scales of the tile's columns.  Those of blocks: a lane has every 32nd block's, and the one 32 blocks further on.  Others: it has
   // every 32nd column's.
@@ -157,8 +157,7 @@ struct ManyMultiplier {
   template <int kPart>
   __device__ void begin(float (&sum)[kSums], Pending& pending) {
     const uint32_t stage = turn.stage;
-    if constexpr (kPart == 0)
-      if (!is_full) wait_for(shared + S::kFullAt + stage * 8, turn.parity);
+    if constexpr (kPart == 0) wait_for(shared + S::kFullAt + stage * 8, turn.parity);
     float of_rows[2] = {1.0f, 1.0f}, of_column = 1.0f;
     if (o.in_blocks) {
       const uint32_t scales = shared + S::kScalesAt + stage * S::kScales * 4;
@@ -200,7 +199,6 @@ struct ManyMultiplier {
     wgmma_wait<kLater>();
     wgmma_pin(sum);
     if constexpr (kLast) {
-      if constexpr (S::kParts > 1) is_full = mbarrier_test(shared + S::kFullAt + turn.stage * 8, turn.parity);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared + S::kEmptyAt + pending.stage * 8);
     }
@@ -208,14 +206,16 @@ struct ManyMultiplier {
     for (int i = 0; i < kSums; ++i) total[kPart][i] = fmaf(pending.scale[i / 2 % 2], sum[i], total[kPart][i]);
   }
 
-  __device__ void multiply_parts(int column) {
+  __device__ void multiply_plain(int column) {
     float sum[kSums];
 #pragma unroll 2
     for (int block = 0; block < o.blocks; ++block) {
       Pending pending;
       begin<0>(sum, pending);
-      end<0, 0>(sum, pending, column, block);
-      begin<S::kParts - 1>(sum, pending);
+      if constexpr (S::kParts > 1) {
+        end<0, 0>(sum, pending, column, block);
+        begin<S::kParts - 1>(sum, pending);
+      }
       turn.next();
       end<S::kParts - 1, 0>(sum, pending, column, block);
     }
@@ -321,8 +321,8 @@ struct ManyMultiplier {
       for (int part = 0; part < S::kParts; ++part)
 #pragma unroll
         for (float& x : total[part]) x = 0.0f;
-      if constexpr (S::kParts > 1) {
-        multiply_parts(column);
+      if (S::kParts > 1 || (S::kGroups > 1 && o.in_blocks)) {
+        multiply_plain(column);
       } else {
         multiply_rolling(column);
       }
@@ -415,12 +415,12 @@ bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
   if (args.is_int8 || args.groups.count > 0 || args.bias || args.m <= 64 || args.n < 8) return false;
   if (args.a_scales.is_e8m0 || args.b_scales.is_e8m0 || args.n > INT32_MAX / 4) return false;
   if (args.out_dtype == DType::kFloat32 || !is_aligned(16, args.out, {2 * args.out_stride})) return false;
-  // Rounds of tiles.  Small ones are slower for each row.  Those of 256 rows read least, and are for scales of blocks only; one
-  // round of them pays if k is long.
+  // Rounds of tiles.  Small ones are slower for each row.  Those of 256 rows read least, and are for scales of blocks only; they
+  // pay if k is long.
   const int64_t sms = num_sms(launch.device), column_tiles = (args.n + 127) / 128;
   const auto rounds = [&](int64_t rows) { return ((args.m + rows - 1) / rows * column_tiles + sms - 1) / sms; };
   if (5 * rounds(64) < 8 * rounds(128)) return launch_shape<ManyShape<1, 1, 8, 1, true>>(args, launch);
-  if (args.in_blocks && 40 * rounds(256) <= 21 * rounds(128) && (rounds(256) > 1 || args.k > 8192))
+  if (args.in_blocks && args.k >= 4096 && 40 * rounds(256) <= 21 * rounds(128))
     return launch_shape<ManyShape<2, 2, 4, 2, false>>(args, launch);
   return launch_shape<ManyShape<2, 1, 5, 1, false>>(args, launch);
 }

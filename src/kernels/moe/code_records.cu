@@ -1,8 +1,8 @@
 // A thread has 16 bytes of one record; or, of records made from x itself, eight codes of a token, which go to all its pairs.
 #include "cuda/streaming.cuh"
+#include "moe/block_codes.cuh"
 #include "moe/code_records.h"
 #include "moe/row_blocks.cuh"
-#include "quantization/group_sources.cuh"
 
 namespace pykv {
 namespace {
@@ -50,30 +50,21 @@ struct BlockRecordsPlan {
   uint32_t total;  // of all tokens
 };
 
-constexpr int kLanes = 16, kBlockThreads = 128;  // lanes have a block of columns
+constexpr int kBlockThreads = 128;
 
-// As byte_group_kernel of group_quant.cu.  x is older than the map: its codes are there when the map comes.
+// x is older than the map: its codes are there when the map comes.
 template <class T, QuantCode kCodes>
 __global__ void __launch_bounds__(kBlockThreads) block_records_kernel(const __grid_constant__ BlockRecordsPlan plan) {
   const CodeRecordsArgs& a = plan.args.records;
   const GroupQuantArgs& quant = plan.args.quant;
-  const uint32_t lane = threadIdx.x % kLanes, n = (blockIdx.x * kBlockThreads + threadIdx.x) / kLanes;
+  const uint32_t lane = threadIdx.x % kLanesOfBlock, n = (blockIdx.x * kBlockThreads + threadIdx.x) / kLanesOfBlock;
   const bool there = n < plan.total;  // others read the first one
   uint32_t block;
   const int64_t token = plan.blocks(there ? n : 0, block), column = int64_t{block} * RecordLayout::kBlock + 8 * lane;
-  const Pack<T> y[1] = {
-      load_vec_in_order<Pack<T>>(static_cast<const T*>(quant.input) + token * quant.input_rows.stride0 + column)};
-  const auto largest = [](uint32_t most) {
-#pragma unroll
-    for (int bit = 1; bit < kLanes; bit *= 2) most = max(most, __shfl_xor_sync(~0u, most, bit));
-    return most;
-  };
-  uint32_t most = largest(largest_bits(y));
-  const bool any_odd = __any_sync(~0u, most >= kInfinity);
-  if (any_odd) most = largest(__float_as_uint(largest_of(y)));  // passes NaN over
-  const GroupScale scale = quant.rule(__uint_as_float(most), quant.given, 1.0f);
-  const auto codes = any_odd ? codes_times(kCodes, y[0], scale.factor, !(scale.factor > 0.0f))
-                             : codes_inside<kCodes>(y[0], scale.factor);
+  const auto x =
+      load_vec_in_order<Pack<T>>(static_cast<const T*>(quant.input) + token * quant.input_rows.stride0 + column);
+  GroupScale scale;
+  const auto codes = block_codes<kCodes>(quant.rule, quant.given, x, scale);
   begin_dependent();
   if (!there) return;
   for (int64_t pair = token * a.top_k; pair < (token + 1) * a.top_k; ++pair) {
@@ -92,13 +83,13 @@ bool block_records_cuda(const BlockRecordsArgs& args, const Launch& launch) {
   const RecordLayout& layout = args.records.layout;
   const GroupQuantArgs& quant = args.quant;
   const int64_t blocks = layout.width / RecordLayout::kBlock, total = blocks * quant.rows;
-  if (layout.width % RecordLayout::kBlock != 0 || total > INT32_MAX / kLanes ||
+  if (layout.width % RecordLayout::kBlock != 0 || total > INT32_MAX / kLanesOfBlock ||
       !is_aligned(16, quant.input, {quant.input_rows.stride0 * 2}))
     return false;
   const BlockRecordsPlan plan{args, Divider(blocks), static_cast<uint32_t>(total)};
   dispatch<half, bf16>(quant.dtype, [&]<class T>() {
     const auto start = [&](auto kernel) {
-      const int64_t each = kBlockThreads / kLanes;
+      const int64_t each = kBlockThreads / kLanesOfBlock;
       launch_dependent(kernel, static_cast<unsigned>((total + each - 1) / each), kBlockThreads, launch, "fused_moe",
                        plan);
     };

@@ -11,21 +11,19 @@
 // One token of Qwen3 30B on an H200: see docs/log/moe.md.
 #include <algorithm>
 
+#include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/silu.cuh"
-#include "cuda/vec.cuh"
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm_few_sm90.h"
+#include "moe/few_pairs.cuh"
 #include "moe/few_pairs.h"
 
 namespace pykv {
 namespace few_pairs {
 
 constexpr int kColumns = 128, kAtOnce = 4;  // of a stage; stages that are loaded at once
-constexpr int kRows = 16;                   // of a weight, of a warp
 constexpr int kMostWarps = 16;              // of the second kernel
-constexpr int64_t kMostChoices = 32;        // of a token
-constexpr int64_t kExpertsOfPair = 8;  // at least, with several tokens: otherwise too many have an expert in common
 constexpr int64_t kMostShared = 200 << 10;
 
 // One of the two weights.
@@ -35,37 +33,24 @@ struct Weight {
   int64_t weight_stride, bias_stride;  // bytes, elements
   int units, groups, stages, segments;
   int stages_of_group;  // 1 where groups are smaller
-  int steps;            // of 16 columns that are scaled together: 2, 4 or 8
+  int steps;            // of 16 columns that are scaled together: 2 or 8
 
   __device__ int begin(int segment) const { return stages * segment / segments; }
 };
 
 struct Plan {
   Weight first, second;
-  PairIds ids;
-  Index expert_map;
-  int64_t num_experts, num_listed;
+  Experts experts;
+  SumRowsArgs sum;
   const void* x;
-  void *activated, *out;
-  const float *factors, *weights;  // of pairs, on the way in or out; null: 1
-  int64_t x_stride, out_stride, factors_token_stride, factors_stride, weights_token_stride, weights_stride;
+  void* activated;
+  const float* factors;  // of pairs, for the first product; null: 1
+  int64_t x_stride, factors_token_stride, factors_stride;
   int64_t inner;
   int top_k, warps, parts;  // warps of a block of the second kernel; of a pair: parts of the columns of w2
-  Reporter report_ids, report_map;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-// Negative: the pair has none.
-__device__ inline int32_t expert_of(const Plan& p, int64_t token, int64_t choice, bool reports) {
-  const int64_t id = p.ids.at(token, choice);
-  if (id >= p.num_experts && reports) p.report_ids(id, p.num_experts);
-  if (id < 0 || id >= p.num_experts) return -1;
-  if (!p.expert_map.data) return static_cast<int32_t>(id);
-  const int64_t listed = p.expert_map[id];
-  if (listed >= p.num_listed && reports) p.report_map(listed, p.num_listed);
-  return listed >= 0 && listed < p.num_listed ? static_cast<int32_t>(listed) : -1;
-}
 
 __device__ inline uint4 load_codes(const uint8_t* from) {
   uint4 v;
@@ -76,7 +61,8 @@ __device__ inline uint4 load_codes(const uint8_t* from) {
 }
 
 // Codes and factors of some stages of a warp's rows, and their products with a row of x.
-template <class T, bool kSubtracts>
+// kSteps: of 16 columns that are scaled together.
+template <class T, bool kSubtracts, int kSteps>
 class Rows {
   using Code = Codes<T, CodeKind::kUint4>;
 
@@ -96,15 +82,16 @@ class Rows {
   }
 
   __device__ __forceinline__ void load(int stage, int end) {
-    const int items = 8 / w_.steps, c = threadIdx.x % 4 % items;
+    constexpr int kItems = 8 / kSteps;
     const int bytes = bytes_of(w_.packed.scales_kind);
+    // Of the groups of a stage a lane has one, and those of its row exchange them.
+    int group = kItems == 1 ? stage / w_.stages_of_group : stage * kItems + threadIdx.x % kItems;
+    int left = kItems == 1 ? w_.stages_of_group - stage % w_.stages_of_group : 1;  // stages
 #pragma unroll
     for (int s = 0; s < kAtOnce; ++s) {
       if (stage + s >= end) continue;
       words_[s][0] = load_codes(codes_ + (stage + s) * 1024);
       words_[s][1] = load_codes(codes_ + (stage + s) * 1024 + 512);
-      // Of the groups of a stage a lane has one, and those of its row exchange them.
-      const int group = items == 1 ? (stage + s) / w_.stages_of_group : (stage + s) * items + c;
       const uint8_t* const scale = scales_ + group * 32 * bytes;
       if (bytes == 4) {
         const uint2 two = __ldg(reinterpret_cast<const uint2*>(scale));
@@ -114,25 +101,16 @@ class Rows {
         scale_[s][0] = __ldg(reinterpret_cast<const uint32_t*>(scale));
       }
       if constexpr (kSubtracts) minimum_[s] = __ldg(reinterpret_cast<const uint16_t*>(minima_ + group * 32));
+      if (--left == 0) {
+        group += kItems;
+        left = kItems == 1 ? w_.stages_of_group : 1;
+      }
     }
   }
 
   // x: of stage s of those that were loaded, in shared memory
   __device__ __forceinline__ void multiply(int s, const uint2* x) {
     x += threadIdx.x % 4;
-    switch (w_.steps) {
-      case 8:
-        return multiply_steps<8>(s, x);
-      case 4:
-        return multiply_steps<4>(s, x);
-      default:
-        return multiply_steps<2>(s, x);
-    }
-  }
-
- private:
-  template <int kSteps>
-  __device__ __forceinline__ void multiply_steps(int s, const uint2* x) {
     float2 scale = scale_of(s);
     scale = make_float2(scale.x * global_, scale.y * global_);
     scale.y *= Code::kOfSecond;
@@ -170,6 +148,7 @@ class Rows {
     }
   }
 
+ private:
   __device__ float2 scale_of(int s) const {
     if (bytes_of(w_.packed.scales_kind) == 4)
       return make_float2(__uint_as_float(scale_[s][0]), __uint_as_float(scale_[s][1]));
@@ -203,19 +182,21 @@ __device__ T result(const Weight& w, const float* sums, int32_t expert, int64_t 
   return from_float<T>(sum * factor);
 }
 
-// A row of x, or several one behind another, to shared memory, each padded with zeros to whole stages.
+// Rows that lie one behind another to shared memory, each padded with zeros to whole stages.
 template <class T>
-__device__ void copy_rows(uint4* to, const T* from, int64_t stride, int64_t k, int stages, int rows) {
+__device__ void copy_rows(uint4* to, const void* from, int64_t k, int stages, int rows) {
   const int chunks = stages * (kColumns / 8), inside = static_cast<int>(k / 8);
-#pragma unroll 1
-  for (int r = 0; r < rows; ++r, from += stride, to += chunks)
-    for (int i = threadIdx.x; i < chunks; i += blockDim.x)
-      to[i] = i < inside ? __ldcg(reinterpret_cast<const uint4*>(from) + i) : uint4{};
+  for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
+    const int row = rows == 1 ? 0 : i / chunks, chunk = i - row * chunks;
+    const bool there = chunk < inside;
+    cp_async_16(shared_address(to + i), static_cast<const T*>(from) + row * k + (there ? chunk * 8 : 0), there);
+  }
+  cp_async_commit();
 }
 #endif
 
 // A block has 16 columns of the activation of a pair: warps have rows of gates or of ups, and a segment of the columns.
-template <class T, bool kSubtracts>
+template <class T, bool kSubtracts, int kSteps>
 __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 x[];
@@ -226,11 +207,12 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
             end = w.begin(segment + 1);
   const int row_block = static_cast<int>(blockIdx.x + is_up * (p.inner / kRows));
   begin_dependent();
-  const int32_t expert = expert_of(p, token, choice, blockIdx.x == 0 && threadIdx.x == 0);
+  copy_rows<T>(x, static_cast<const T*>(p.x) + token * p.x_stride, w.packed.k, w.stages, 1);
+  const int32_t expert = p.experts(token, choice, blockIdx.x == 0 && threadIdx.x == 0);
+  Rows<T, kSubtracts, kSteps> rows(w, max(expert, 0), row_block);
+  if (expert >= 0) rows.load(begin, end);
+  cp_async_wait<0>();
   if (expert < 0) return;
-  Rows<T, kSubtracts> rows(w, expert, row_block);
-  rows.load(begin, end);
-  copy_rows<T>(x, static_cast<const T*>(p.x) + token * p.x_stride, 0, w.packed.k, w.stages, 1);
   __syncthreads();
 #pragma unroll 1
   for (int stage = begin; stage < end; stage += kAtOnce) {
@@ -253,30 +235,31 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
 }
 
 // A block has 16 columns of a token's row of out: warps have a pair each, and a part of the columns.
-template <class T, bool kSubtracts>
+template <class T, bool kSubtracts, int kSteps>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 activated[];
   __shared__ float sums[kMostChoices][4][kRows];
   __shared__ T results[kMostChoices][kRows];
-  __shared__ int32_t experts[kMostChoices];
+  __shared__ Choices choices;
   const Weight& w = p.second;
-  const int row_block = blockIdx.x, warp = threadIdx.x / 32, choices = p.warps / p.parts, part = warp % p.parts;
+  const int row_block = blockIdx.x, warp = threadIdx.x / 32, at_once = p.warps / p.parts, part = warp % p.parts;
   const int64_t token = blockIdx.y;
   const int each = w.segments / p.parts, begin = w.begin(part * each), end = w.begin((part + 1) * each);
-  // The kernel before has waited for ids, and has not written them.
-  if (threadIdx.x < p.top_k) experts[threadIdx.x] = expert_of(p, token, threadIdx.x, false);
   const int64_t n = int64_t{row_block} * kRows + threadIdx.x % kRows;
+  // The kernel before has waited for ids, and has not written them.
   int choice = warp / p.parts;
-  int32_t expert = choice < p.top_k ? expert_of(p, token, choice, false) : -1;
+  int32_t expert = choice < p.top_k ? p.experts(token, choice, false) : -1;
   bool waits = true;
   do {
-    Rows<T, kSubtracts> rows(w, max(expert, 0), row_block);
+    Rows<T, kSubtracts, kSteps> rows(w, max(expert, 0), row_block);
     if (expert >= 0) rows.load(begin, end);
     if (waits) {
+      choices.load(p.experts, p.sum, token);
       begin_dependent();
-      copy_rows<T>(activated, static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.inner, p.inner,
-                   w.stages, p.top_k);
+      copy_rows<T>(activated, static_cast<const T*>(p.activated) + token * p.top_k * p.inner, p.inner, w.stages,
+                   p.top_k);
+      cp_async_wait<0>();
       __syncthreads();
       waits = false;
     }
@@ -297,30 +280,26 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
         }
       }
     }
-    choice += choices;
-    expert = choice < p.top_k ? experts[choice] : -1;
+    choice += at_once;
+    expert = choice < p.top_k ? choices.experts[choice] : -1;
   } while (choice < p.top_k);
   __syncthreads();
   for (int i = threadIdx.x; i < p.top_k * kRows; i += p.warps * 32) {
     const int of = i / kRows;
-    if (experts[of] >= 0) results[of][i % kRows] = result<T>(w, sums[of][0] + i % kRows, experts[of], n, 1.0f);
+    const int32_t its = choices.experts[of];
+    if (its >= 0) results[of][i % kRows] = result<T>(w, sums[of][0] + i % kRows, its, n, 1.0f);
   }
   __syncthreads();
   if (threadIdx.x >= kRows) return;
-  float sum = 0;
-  for (int i = 0; i < p.top_k; ++i) {
-    const float weight = p.weights ? p.weights[token * p.weights_token_stride + i * p.weights_stride] : 1.0f;
-    if (experts[i] >= 0) sum = fmaf(to_float(results[i][threadIdx.x]), weight, sum);
-  }
-  static_cast<T*>(p.out)[token * p.out_stride + n] = from_float<T>(sum);
+  choices.write_sum<T>(p.sum, results, token, n);
 #endif
 }
 
 bool make_weight(Weight& weight, const PackedGemmArgs& args, const Launch& launch) {
   const PackedWeight& w = args.weight;
   if (w.codes_kind != CodeKind::kUint4 || w.scales_kind > ScaleKind::kF32 || w.columns || w.k == 0 || w.k % 8 != 0 ||
-      w.n % kRows != 0 || w.padded_k % kColumns != 0 || w.padded_k > (1 << 16) || w.group_size < 32 ||
-      (w.group_size % kColumns != 0 && kColumns % w.group_size != 0))
+      w.n % kRows != 0 || w.padded_k % kColumns != 0 || w.padded_k > (1 << 16) ||
+      (w.group_size % kColumns != 0 && w.group_size != 32))
     return false;
   weight = {.packed = w,
             .bias = args.bias,
@@ -335,14 +314,15 @@ bool make_weight(Weight& weight, const PackedGemmArgs& args, const Launch& launc
   return weight.stages >= weight.segments;
 }
 
-template <class T, bool kSubtracts>
+template <class T, bool kSubtracts, int kSteps>
 void launch_kernels(const Plan& p, const FusedMoeArgs& args, const Launch& launch) {
   const auto pairs = static_cast<unsigned>(args.sort.num_pairs), tokens = static_cast<unsigned>(args.sum.num_tokens);
   const size_t x_bytes = static_cast<size_t>(p.first.stages) * kColumns * 2;
-  launch_dependent_shared(first_kernel<T, kSubtracts>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
+  launch_dependent_shared(first_kernel<T, kSubtracts, kSteps>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
                           dim3(64 * static_cast<unsigned>(p.first.segments)), x_bytes, launch, "fused_moe", p);
   const size_t rows_bytes = static_cast<size_t>(p.second.stages) * kColumns * 2 * p.top_k;
-  launch_dependent_shared(second_kernel<T, kSubtracts>, dim3(static_cast<unsigned>(args.sum.width / kRows), tokens),
+  launch_dependent_shared(second_kernel<T, kSubtracts, kSteps>,
+                          dim3(static_cast<unsigned>(args.sum.width / kRows), tokens),
                           dim3(static_cast<unsigned>(p.warps) * 32), rows_bytes, launch, "fused_moe", p);
 }
 
@@ -352,43 +332,42 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   using namespace few_pairs;
   const SortPairsArgs& sort = args.sort;
   const PackedGemmArgs &first = args.first.packed, &second = args.second.packed;
-  const bool are_few = sort.num_tokens == 1 || sort.num_pairs * kExpertsOfPair <= sort.num_experts;
-  if (!are_few || sort.num_pairs > 65535 || sort.top_k > kMostChoices || !args.first.is_packed ||
-      !args.second.is_packed || args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
+  if (!are_few(sort) || !args.first.is_packed || !args.second.is_packed ||
+      args.activation->gated_cuda != silu_and_mul_cuda || args.gated.width % kRows != 0 ||
       first.weight.minima_kind != second.weight.minima_kind || !has_warpgroups(launch.device) ||
       !is_aligned(16, first.x, {sort.num_tokens > 1 ? first.x_stride * 2 : 0}))
     return false;
   Plan p{};
-  if (!make_weight(p.first, first, launch) || !make_weight(p.second, second, launch)) return false;
+  if (!make_weight(p.first, first, launch) || !make_weight(p.second, second, launch) || p.first.steps != p.second.steps)
+    return false;
   if (std::max<int64_t>(p.first.stages, p.second.stages * sort.top_k) * kColumns * 2 > kMostShared) return false;
-  p.ids = sort.ids;
-  p.expert_map = sort.expert_map;
-  p.num_experts = sort.num_experts;
-  p.num_listed = sort.num_listed;
+  p.experts = Experts(sort, launch);
+  p.sum = args.sum;
   p.x = first.x;
   p.x_stride = first.x_stride;
   p.activated = args.gated.result;
   p.inner = args.gated.width;
-  p.out = args.sum.out;
-  p.out_stride = args.sum.out_stride;
   p.factors = first.map.factors;
   p.factors_token_stride = first.map.factors_token_stride;
   p.factors_stride = first.map.factors_stride;
-  p.weights = args.sum.weights;
-  p.weights_token_stride = args.sum.weights_token_stride;
-  p.weights_stride = args.sum.weights_stride;
   p.top_k = static_cast<int>(sort.top_k);
   p.parts = p.second.segments;
   p.warps = sort.num_tokens == 1 ? kMostWarps : kMostWarps / 2;  // two blocks of an SM
   while (p.parts > 1 && p.parts * p.top_k > p.warps) p.parts /= 2;
-  p.report_ids = launch.reporter(sort.report_ids);
-  p.report_map = launch.reporter(sort.report_map);
+  // Of longer rows a warp would load more than twice, with nothing to do meanwhile.
+  if (std::max(p.first.stages / p.first.segments, p.second.stages / p.parts) > 2 * kAtOnce) return false;
   bool was_launched = false;
   dispatch<half, bf16>(first.dtype, [&]<class T>() {
     const MinimumKind minima = first.weight.minima_kind;
     was_launched = minima == MinimumKind::kNone || minima == MinimumKind::kZero;
-    if (minima == MinimumKind::kNone) launch_kernels<T, false>(p, args, launch);
-    if (minima == MinimumKind::kZero) launch_kernels<T, true>(p, args, launch);
+    const auto launch_steps = [&]<int kSteps>() {
+      if (minima == MinimumKind::kNone) launch_kernels<T, false, kSteps>(p, args, launch);
+      if (minima == MinimumKind::kZero) launch_kernels<T, true, kSteps>(p, args, launch);
+    };
+    if (p.first.steps == 8)
+      launch_steps.template operator()<8>();
+    else
+      launch_steps.template operator()<2>();
   });
   return was_launched;
 }

@@ -428,7 +428,7 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                       launch.reporter(args.report_sizes),
                       launch.reporter(args.report_adapters)};
   // One block is the quickest where there is little to do.
-  const bool is_large = args.num_pairs > 2048 || args.capacity > 16384;
+  const bool is_large = args.num_pairs > 1024 || args.capacity > 16384;
   const uint32_t blocks = !is_large || !overlaps_kernels(launch.device) ? 1
                           : args.num_pairs > kManyPairs                 ? kMostBlocks
                                                                         : kPortableBlocks;

@@ -211,10 +211,11 @@ struct Launcher {
       return true;
     };
     const bool e4m3 = args.codes == QuantCode::kE4M3;
-    if constexpr (kOwn || (kMore && kMorePacks<T, Source, true> != 0))
+    if constexpr (sizeof(T) == 2 && (kOwn || (kMore && kMorePacks<T, Source, true> != 0)))
       if (e4m3 && plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, true, kCount>);
     if constexpr (kOwn || (kMore && kMorePacks<T, Source, false> != 0))
-      if (e4m3 && !plain) return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false, kCount>);
+      if (e4m3 && (!plain || sizeof(T) == 4))
+        return start(byte_group_kernel<T, Source, QuantCode::kE4M3, false, kCount>);
     if constexpr (!kMore && !std::is_same_v<Source, SituAndMul<T>>)
       if (plain && args.codes == QuantCode::kInt8)
         return start(byte_group_kernel<T, Source, QuantCode::kInt8, true, kCount>);
@@ -231,7 +232,7 @@ struct Launcher {
           run_groups<Source, kMore>())
         return;
     // int8 of few tokens by one pack: there vLLM is quick (1.30 -> 1.13 us for one).
-    if constexpr (std::is_same_v<Source, Elements<T>>)
+    if constexpr (sizeof(T) == 2 && std::is_same_v<Source, Elements<T>>)
       if (args.codes == QuantCode::kInt8 &&
           args.rows * args.width <= int64_t{kThreads} * kPackSize<T> * num_sms(launch.device) &&
           run_groups<Source, 1>())

@@ -39,7 +39,7 @@ __device__ int largest_of_row(int key, int (&memory)[32]) {
 }
 
 // Codes of a pack by the scale of its row.
-template <class T>
+template <class T, bool kAsks, bool kShifted>
 class Coder {
   static constexpr int kSize = kPackSize<T>;
 
@@ -49,6 +49,7 @@ class Coder {
     if (rule_ == RowRule::kDivide) quotient_ = Quotient(scale.scale);
   }
   __device__ Vec<uint8_t, kSize> operator()(const Pack<T>& x) const {
+    if (kAsks ? rule_ == RowRule::kInt8Shifted : kShifted) return ShiftedInt8(scale_.factor, scale_.zero_point)(x);
     if (rule_ == RowRule::kDivide) {
       const auto divided = [this](Vec<float, kSize> v) {
         quotient_.template divide<T>(v.elements);
@@ -59,7 +60,6 @@ class Coder {
     }
     if (rule_ == RowRule::kMultiply || rule_ == RowRule::kInt8)
       return codes_times(codes_, x, scale_.factor, !(scale_.factor > 0.0f));
-    if (rule_ == RowRule::kInt8Shifted) return ShiftedInt8(scale_.factor, scale_.zero_point)(x);
     auto v = to_floats(x);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -77,11 +77,13 @@ class Coder {
 };
 
 // kWarp: a row is a warp's, else a block's.  kAny: it may have packs that no register holds, or that are not aligned.
-template <class T, int kPacks, bool kWarp, bool kAny>
+// kShifted: whether codes are int8 with zero points; short rows, kAny and fp32 ask when they run.
+template <class T, int kPacks, bool kWarp, bool kAny, bool kShifted = false>
 __global__ __launch_bounds__(kWarp ? 32 * kWarps
                                    : kMostThreads) void row_quant_kernel(const __grid_constant__ RowQuantArgs args,
                                                                          bool aligned) {
   constexpr int kSize = kPackSize<T>;
+  constexpr bool kAsks = kAny || kWarp || sizeof(T) == 4;
   __shared__ int memory[2][32];
   const int thread = kWarp ? threadIdx.x % 32 : threadIdx.x, threads = kWarp ? 32 : blockDim.x;
   const int64_t row = kWarp ? int64_t{blockIdx.x} * kWarps + threadIdx.x / 32 : blockIdx.x;
@@ -108,7 +110,7 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
     if (at(k) < width) x[k] = load(k);
   }
   float low = 0.0f, high;
-  if (args.rule == RowRule::kInt8Shifted) {
+  if (kAsks ? args.rule == RowRule::kInt8Shifted : kShifted) {
     Extremes extremes;
     const auto take = [&](const Pack<T>& pack, int64_t k) {
       const int64_t count = width - at(k);
@@ -137,7 +139,7 @@ __global__ __launch_bounds__(kWarp ? 32 * kWarps
     args.scales[row * args.scale_stride] = scale.scale;
     if (args.zero_points) args.zero_points[row * args.zero_stride] = scale.zero_point;
   }
-  const Coder<T> coder(args, scale);
+  const Coder<T, kAsks, kShifted> coder(args, scale);
   const auto store = [&](const Pack<T>& pack, int64_t k) {
     store_codes(to + at(k), coder(pack), kAny ? width - at(k) : int64_t{kSize}, !kAny || aligned);
   };
@@ -168,8 +170,13 @@ void run(const RowQuantArgs& args, const Launch& launch) {
   if (packs <= 128 && rows >= static_cast<unsigned>(num_sms(launch.device)))
     return start(row_quant_kernel<T, 4, true, false>, (rows + kWarps - 1) / kWarps, 32 * kWarps);
   // Few rows get all threads there are.
-  if (packs <= kMostThreads && rows <= 2u * static_cast<unsigned>(num_sms(launch.device)))
-    return start(row_quant_kernel<T, 1, false, false>, rows, threads_for(1));
+  const bool few = packs <= kMostThreads && rows <= 2u * static_cast<unsigned>(num_sms(launch.device));
+  if constexpr (sizeof(T) == 2) {
+    const bool shifted = args.rule == RowRule::kInt8Shifted;
+    if (shifted && few) return start(row_quant_kernel<T, 1, false, false, true>, rows, threads_for(1));
+    if (shifted) return start(row_quant_kernel<T, 4, false, false, true>, rows, threads_for(4));
+  }
+  if (few) return start(row_quant_kernel<T, 1, false, false>, rows, threads_for(1));
   start(row_quant_kernel<T, 4, false, false>, rows, threads_for(4));
 }
 

@@ -31,13 +31,19 @@ struct RowSlice {
     width = each * kSize;
     first_vector = rank * width - shift;
     begin = max(first_vector, 0);
-    end = max(begin, min(static_cast<int>(min(int64_t{rank + 1} * each * kSize - shift, int64_t{size})), size));
+    end = max(begin, static_cast<int>(min(int64_t{rank + 1} * width - shift, int64_t{size})));
   }
 
   // Brings what each thread reads first into L2.
   __device__ void prefetch_first() const {
     const int at = first_vector + static_cast<int>(threadIdx.x) * kSize;
     if (at < end) prefetch(row + max(at, 0));
+  }
+
+  // The same for all, up to 128 bytes a thread.
+  __device__ void prefetch_lines() const {
+    const int at = begin + static_cast<int>(threadIdx.x) * static_cast<int>(128 / sizeof(T));
+    if (at < end) prefetch(row + at);
   }
 
   // The vector that begins with column `at`; what lies outside is -infinity.

@@ -1,5 +1,7 @@
-// Memory-bound: each logit is read once (top_k_candidates.cuh).  Where rows are few, a cluster of blocks shares one; its first
-// block puts the lists together.
+// Memory-bound: each logit is read once.  Where rows are few, a cluster of blocks shares one.  A row that has room in the shared
+// memory of eight blocks or sixteen stays there (shared_top_k.cuh); else lists are made (top_k_candidates.cuh), and the first block
+// puts them together.
+#include "sampling/shared_top_k.cuh"
 #include "sampling/top_k_candidates.cuh"
 #include "sampling/top_k_per_row.h"
 
@@ -111,6 +113,43 @@ __global__ __launch_bounds__(kSelectThreads,
   if (has_nan) reporters.nan(row, kRowHasNan);
 }
 
+// A row in the shared memory of a cluster's blocks.
+template <class T>
+__global__ __launch_bounds__(kSelectThreads, 1) void top_k_of_few_kernel(const __grid_constant__ TopKPerRowArgs args,
+                                                                         int blocks,
+                                                                         const __grid_constant__ Reporters reporters) {
+  extern __shared__ __align__(16) char values[];
+  __shared__ KthKeyMemory memory;
+  SharedTopK<T>::open(memory);
+  RowExchange exchange(memory.exchange, static_cast<int>(blockIdx.x) % blocks, blocks);
+  const int thread = threadIdx.x;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) / blocks;
+  const bool is_first = exchange.rank() == 0;
+  const T* whole_row = static_cast<const T*>(args.logits) + row * args.logit_stride;
+  if (!args.starts.list.data && !args.ends.list.data)
+    RowSlice<T>(whole_row, args.num_cols, exchange.rank(), blocks).prefetch_lines();
+  begin_dependent();
+  const RowRange range = range_of_row(args, row, [&](RowArgument argument, int64_t value, int64_t bound) {
+    if (is_first && thread == 0) reporters.arguments[static_cast<int>(argument)](value, bound);
+  });
+  const T* logits = whole_row + range.begin;
+  const auto finish = [&](int i, int index) {
+    args.indices[row * args.index_stride + i] = index;
+    if (args.values)
+      static_cast<T*>(args.values)[row * args.value_stride + i] =
+          index >= 0 ? logits[index] : from_float<T>(-__int_as_float(0x7f800000));
+  };
+  SharedTopK<T> top_k(RowSlice<T>(logits, range.size, exchange.rank(), blocks), reinterpret_cast<T*>(values), exchange,
+                      memory);
+  exchange.wait_for_blocks();
+  top_k.wait_for_loads();
+  const bool is_whole = range.k == range.size;
+  if (is_first)
+    for (int i = (is_whole ? 0 : range.k) + thread; i < args.k; i += kSelectThreads) finish(i, i < range.k ? i : -1);
+  if (is_whole || range.k == 0) return;
+  if (top_k.each_of_first(range.k, finish)) reporters.nan(row, kRowHasNan);
+}
+
 }  // namespace
 
 void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
@@ -120,6 +159,12 @@ void top_k_per_row_cuda(const TopKPerRowArgs& args, const Launch& launch) {
     const int room = TopKCandidates<T>::room(args.k);
     Reporters reporters{.arguments = {}, .nan = launch.reporter("top_k_per_row: logits")};
     for (int i = 0; i < 3; ++i) reporters.arguments[i] = launch.reporter(kRowArguments[i]);
+    constexpr auto kFew = top_k_of_few_kernel<T>;
+    if (!args.sorted && blocks >= kPortableBlocks && SharedTopK<T>::has_room(args.num_cols, blocks) &&
+        has_room_for<kFew>(args.num_rows, blocks, launch))
+      return launch_rows<kFew>(args.num_rows, blocks, kSelectThreads,
+                               SharedTopK<T>::kColumns * static_cast<int>(sizeof(T)), launch, "top_k_per_row", args,
+                               blocks, reporters);
     dispatch_bool(has_room_for<kKernel>(args.num_rows, blocks, launch), [&]<bool kAlone>() {
       launch_rows<top_k_per_row_kernel<T, kAlone>>(args.num_rows, blocks, kSelectThreads,
                                                    room * static_cast<int>(sizeof(Entry)) + kWindowWords * 4, launch,

@@ -22,26 +22,19 @@ namespace {
 
 static_assert(sizeof(CutUnit) == kNoteBytes && sizeof(ExactQuad) == kExactQuadBytes && sizeof(Unit) == kUnitBytes);
 
-// Nobody has taken an entry yet, and no block has ended.
+// Nobody has taken an entry yet.
 __global__ void clear_kernel(PrefillCounts* counts) {
   wait_for_previous_kernel();
-  *counts = {0, 0};
+  *counts = {0};
 }
 
-// Of a mixed batch it ends when so many blocks of prefill have, which was launched before the kernel before, that did not wait for
-// it: whatever comes after this kernel comes after them, too.  They were all there when the line came up.
-__global__ void __launch_bounds__(kCombineThreads, 4)
-    combine_kernel(const __grid_constant__ LeftPieces left, const int* prefill_ended, int prefill_blocks) {
+__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __grid_constant__ LeftPieces left) {
   __shared__ JobsUpTo jobs_up_to;
   if (!takes_call(left.p)) return leave_call();
   // It lets no other come up: where the next kernel's blocks came to lie would depend on when which of these end, and what reads
   // neighbouring heads would no longer do so at the same time.
   wait_for_previous_kernel();
   combine_pieces(left, jobs_up_to);
-  if (blockIdx.x > 0 || threadIdx.x > 0) return;
-  for (int count = 0; count < prefill_blocks; __nanosleep(200)) {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(count) : "l"(prefill_ended) : "memory");
-  }
 }
 
 int attribute(cudaDeviceAttr of, int device) {
@@ -95,13 +88,6 @@ void set_rows(Problem& p, int rows) {
   p.by_heads = Divider(p.a.num_kv_heads * p.head_tiles);
 }
 
-// For so many segments, if each sequence has one query tile.
-LineBlocks line_blocks(int blocks, int64_t segments) {
-  const int64_t of_block = std::max<int64_t>((segments + blocks - 1) / blocks, 1), fewer = segments / of_block;
-  const bool has_whole = fewer * of_block == segments && fewer * 16 >= int64_t{blocks} * 15;
-  return {Divider(blocks), Divider(has_whole ? fewer : 1), has_whole};
-}
-
 // Where a grid of so many blocks leaves pieces, two each.
 void set_pieces(Problem& p, int grid, int rows, int pitch, int64_t at = 0) {
   p.rows = rows;
@@ -139,11 +125,8 @@ Problem problem_of(const Problem& call, const Step& s) {
   }
   if (s.query_rows > 0) set_rows(p, s.query_rows);
   if (s.line.rows > 0) {
-    const int heads = p.a.num_kv_heads * p.head_tiles;
     p.lead = p.a.batch_invariant ? 0 : s.line.lead;
     p.by_grid = Divider(s.grid);
-    p.line = line_blocks(s.grid, p.a.num_seqs * heads);
-    p.line_of_head = line_blocks(std::max(s.grid / heads, 1), p.a.num_seqs);
     set_pieces(p, s.grid, s.line.rows, s.line.pitch, s.pieces_at);
   }
   if (s.tile_tokens > 0) p.tile_tokens = s.tile_tokens;
@@ -249,21 +232,15 @@ void clear_counts(PrefillCounts* counts, const Launch& launch, const char* op) {
 
 void launch_plan(const Plan& plan, const Problem& call, const Launch& launch) {
   LeftPieces left{};
-  const int* ended = nullptr;  // blocks of prefill, in a mixed batch
-  int of_prefill = 0;
   for (int i = 0; i < plan.count; ++i) {
     const Step& s = plan.steps[i];
     const KernelId kernel = s.instance.kernel;
     if (kernel == KernelId::kClear) continue;  // with prefill
     if (kernel == KernelId::kCombine) {
-      launch_after(combine_kernel, s, launch, call.a.op, left, ended, of_prefill);
+      launch_after(combine_kernel, s, launch, call.a.op, left);
       continue;
     }
     const Problem p = problem_of(call, s);
-    if (kernel == KernelId::kPrefill && s.mixed) {
-      ended = &prefill_counts(p, s.grid)->ended;
-      of_prefill = s.grid;
-    }
     LaunchOf* launch_it = kernel == KernelId::kSimple ? launch_simple : launch_of(kernel, p.a);
     if (!launch_it) fail_without_instance(p, s);
     launch_it(p, s, launch);

@@ -88,7 +88,6 @@ void launch_prefill_invariant(const Problem& p, const Step& s, const Launch& lau
 // Behind what so many blocks of prefill leave: what they count.
 struct PrefillCounts {
   int taken;  // entries of TileList beside the blocks' first
-  int ended;  // blocks, of a mixed batch
 };
 inline PrefillCounts* prefill_counts(const Problem& p, int grid) {
   return reinterpret_cast<PrefillCounts*>(p.partial + int64_t{2} * grid * p.rows * p.pitch);

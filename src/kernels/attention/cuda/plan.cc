@@ -112,7 +112,7 @@ bool Planner::rows(const Request& r, RowClass rows) {
 
 // ---- prompts --------------------------------------------------------------------------------------------------------
 
-// Prefill on Hopper.  mixed: another kernel is to come that runs at the same time, and then what adds up what both leave.
+// Prefill on Hopper.  mixed: another kernel is to come that runs at the same time, and ends after it.
 bool Planner::prefill(const Request& r, bool mixed) {
   const PagedAttentionArgs& a = r.a;
   const bool exact = a.batch_invariant, plain = a.softcap == 0 && a.alibi_slopes == nullptr && a.scale > 0;
@@ -130,24 +130,33 @@ bool Planner::prefill(const Request& r, bool mixed) {
   return true;
 }
 
-// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by verify, which is bound by reading.  The device
-// finds which sequences are which, and what part of its SMs prefill should have.
+// Prompts beside sequences of few rows: by prefill and, on other SMs at the same time, by a kernel that is bound by reading: the line of
+// verify or, where no sequence is long, four warps for each KV head of a sequence, whose keys nothing cuts.  The device finds which
+// sequences are which, and what part of its SMs prefill should have.
 bool Planner::mixed(const Request& r) {
   constexpr int kFewRows = 16;
-  constexpr int kLineBlocks = 4;         // for each SM: many and short, for they take the SMs that prefill leaves
-  constexpr int64_t kFewKeys = 1 << 17;  // of all heads; small calls are over sooner one after the other
-  const bool suits = !r.a.batch_invariant && r.a.head_size <= 128 && may_verify(r, RowClass::kFew);
-  if (!suits || r.heads() * r.max_seq_len < kFewKeys) return false;
+  constexpr int kLineBlocks = 4;            // for each SM: many and short, for they take the SMs that prefill leaves
+  constexpr int64_t kFewKeys = 1 << 17;     // of all heads; small calls are over sooner one after the other
+  constexpr int64_t kShortSequence = 2048;  // one of 4096 made a call of 48 us 77
+  if (r.a.batch_invariant || r.a.head_size > 128 || !may_verify(r, RowClass::kFew)) return false;
   Request prompts = r, few = r;
   prompts.min_rows = few.max_rows = kFewRows;
-  if (!prefill(prompts, true)) return false;
-  verify(few, RowClass::kFew);
-  Step* steps = &plan_.steps[plan_.count - 2];
-  steps[1].mixed = true;
-  steps[1].grid = grid_of(kLineBlocks);
-  steps[1].pieces_at =
-      workspace_places(steps[0].grid, steps[0].line.rows, steps[0].line.pitch, false).end + kCountsBytes;
-  combine(few);
+  const ClusterSizes sizes = cluster_sizes(r.kind, rounded(r.a.head_size), kFewRows, false, false, true);
+  const bool is_short = r.max_seq_len <= kShortSequence && suits_loader(r, sizes, false, false);
+  if ((!is_short && r.heads() * r.max_seq_len < kFewKeys) || !prefill(prompts, true)) return false;
+  const Step& of_prompts = plan_.steps[plan_.count - 1];
+  Step& of_few = plan_.steps[plan_.count];
+  few.set_rows(kFewRows);
+  if (is_short && clusters(few, sizes, {1, sizes.warps / 2})) {
+    of_few.early_blocks = 0;  // it does not wait
+  } else {
+    verify(few, RowClass::kFew);
+    of_few.grid = grid_of(kLineBlocks);
+    combine(few);
+  }
+  of_few.mixed = true;
+  of_few.pieces_at =
+      workspace_places(of_prompts.grid, of_prompts.line.rows, of_prompts.line.pitch, false).end + kCountsBytes;
   return true;
 }
 

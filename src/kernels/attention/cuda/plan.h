@@ -131,7 +131,7 @@ struct Step {
   int min_rows, max_rows;
   Lengths lengths;
   Balance balance;
-  // Prefill, the line after it, which takes the sequences of few rows at the same time, or what adds up and waits for both.
+  // Prefill, or the kernel after it, which takes the sequences of few rows at the same time.
   bool mixed;
   int64_t pieces_at;  // bytes of the workspace in front of what a line leaves
   int kv_tile;        // tokens, or none
@@ -171,11 +171,10 @@ struct WorkspacePlaces {
 };
 WorkspacePlaces workspace_places(int grid, int rows, int pitch, bool batch_invariant);
 
-// With batch_invariant: what a block of prefill keeps of a query tile's chunks, 64 bits for each of their columns and 32 for every
-// four, and one chunk that waits.
+// With batch_invariant: what a block of prefill keeps of a query tile's chunks, 64 bits for a column and 32 for every four.
 constexpr int64_t kept_bytes(int head_size) {
   const int columns = head_size <= 64 ? 64 : 128;
-  return int64_t{2} * kThreads * (columns / 4 + columns / 32 + columns / 8) * 16;
+  return int64_t{2} * kThreads * (columns / 4 + columns / 32) * 16;
 }
 
 // A call's longest sequence.

@@ -12,13 +12,6 @@ namespace pykv::attention {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// The blocks that go along a line; and, if its segments are all alike, not quite as many that have whole ones and leave no
-// pieces, where there is such a number.
-struct LineBlocks {
-  Divider all, whole;
-  bool has_whole;
-};
-
 struct Problem {
   PagedAttentionArgs a;
   Reporter bad_block, bad_length, bad_query;
@@ -28,14 +21,13 @@ struct Problem {
   int head_tiles;   // query tiles that the heads of one KV head take
   int tile_tokens;  // query tokens in a query tile
   Divider by_head_tiles, by_tile_tokens;
-  int rows, kv_tile;              // tile sizes; kv_tile is a power of two
-  int place_tokens;               // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
-  bool mixed;                     // prefill and another kernel, which takes other sequences, run at the same time
-  int lead;                       // places in front of a segment; with batch_invariant none
-  Divider by_grid;                // the main kernel's blocks
-  Divider by_heads;               // KV heads * head_tiles
-  LineBlocks line, line_of_head;  // with all heads; one for each head
-  int cluster;                    // blocks for a KV head of a sequence, where such a cluster takes it whole
+  int rows, kv_tile;  // tile sizes; kv_tile is a power of two
+  int place_tokens;   // keys of a place on the line: kv_tile or, with batch_invariant, kChunkTokens
+  bool mixed;         // prefill and the kernel after it, which takes other sequences, run at the same time
+  int lead;           // places in front of a segment; with batch_invariant none
+  Divider by_grid;    // the main kernel's blocks
+  Divider by_heads;   // KV heads * head_tiles
+  int cluster;        // blocks for a KV head of a sequence, where such a cluster takes it whole
   Divider by_cluster;
   int ways;  // clusters beside each other, which take a sequence's query tiles in turn
   Divider by_ways;
@@ -144,6 +136,12 @@ __device__ inline bool takes_call(const Problem& p) {
 __device__ inline void leave_call() {
   let_next_kernel_start();
   wait_for_previous_kernel();
+}
+
+// Of a mixed batch, by the kernel after prefill at the end of its blocks: it has not waited for that one, but ends after it, so that
+// whatever waits for this kernel waits for both.
+__device__ inline void end_after_prefill(const Problem& p) {
+  if (p.mixed && blockIdx.x == 0) wait_for_previous_kernel();
 }
 
 // Is the sequence for this launch?  If not, another launch takes it, or it has no query at all.

@@ -17,11 +17,7 @@ void launch_folded(const Problem& p, const Step& s, const Launch& launch) {
     using Wide = Folded<ClusterShape<Element, 128, kQueries, true, false>>;
     if (s.instance.kernel == KernelId::kFoldedEither) return launch_either<Usual, Wide, Line>(p, s, launch);
   }
-  if constexpr (has_line(Line::kSizes)) {
-    launch_lines<Line, Single>(p, s, launch);
-  } else {
-    fail_without_instance(p, s);
-  }
+  launch_lines<Line, Single>(p, s, launch);
 }
 
 // Few sequences over rows of tokens, by clusters or by a kernel that can be these.
@@ -70,11 +66,7 @@ void launch_decode_shape(const Problem& p, const Step& s, const Launch& launch) 
   }
   using Line = DecodeShape<Element, kD, kPackedV, kQueries, false>;
   using Single = DecodeShape<Element, kD, kPackedV, kQueries, false, true>;
-  if constexpr (has_line(Line::kSizes)) {
-    launch_lines<Line, Single>(p, s, launch);
-  } else {
-    fail_without_instance(p, s);
-  }
+  launch_lines<Line, Single>(p, s, launch);
 }
 
 template <class Element>

@@ -362,13 +362,17 @@ void launch_line(const Problem& p, const Step& s, const Launch& launch) {
   launch_step<paged_attention_kernel<DecodeLineBlock<S>>>(p, s, s.shared_bytes, launch, copies_of<S>(p));
 }
 
-// KV heads in pairs, if Line takes them so, or one by one.
+// If there is such a line: KV heads in pairs, if it takes them so, or one by one.
 template <class Line, class Single>
 void launch_lines(const Problem& p, const Step& s, const Launch& launch) {
-  if constexpr (Line::kHeads > 1) {
-    if (s.instance.single) return launch_line<Single>(p, s, launch);
+  if constexpr (!has_line(Line::kSizes)) {
+    fail_without_instance(p, s);
+  } else {
+    if constexpr (Line::kHeads > 1) {
+      if (s.instance.single) return launch_line<Single>(p, s, launch);
+    }
+    launch_line<Line>(p, s, launch);
   }
-  launch_line<Line>(p, s, launch);
 }
 
 }  // namespace pykv::attention

@@ -32,7 +32,7 @@ struct TokensKernel {
       cluster.loader.table.foresee(sequence, kv_head, early_len, cluster.first_token(0));
     }
     const int guessed_begin = cluster.begin;
-    wait_for_previous_kernel();
+    if (!p.mixed) wait_for_previous_kernel();
     // Where the first keys are, if all is as it was a moment before.
     int ids = has_task ? cluster.look_up_tiles(0) : -1;
     const RawSequence raw = load_sequence(p, sequence);
@@ -98,6 +98,7 @@ struct TokensBlock {
 
   static __device__ void run(const Problem& p, const CacheCopies& copies, char* memory) {
     tokens_kernel<S>(p, copies, memory).run(true);
+    end_after_prefill(p);
   }
 };
 
@@ -160,9 +161,7 @@ void launch_tokens(const Problem& p, const Step& s, const Launch& launch) {
   if constexpr (kD == 128 && kKindOf<Element> != CacheKind::k16Bits) {
     using Line = DecodeShape<Element, 128, false, kColumns, false, false, true>;
     using Single = DecodeShape<Element, 128, false, kColumns, false, true, true>;
-    if constexpr (has_line(Line::kSizes)) {
-      if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
-    }
+    if (kernel == KernelId::kTokensLine) return launch_lines<Line, Single>(p, s, launch);
   }
   if constexpr (kIsCommon<Element> && (kD > 64 || kColumns > 8)) {
     launch_whole_pages<Element, kD, kColumns>(p, s, launch);

@@ -186,12 +186,9 @@ struct PrefillFeeder {
   __device__ void run() {
     bool has_tiles = true;
     int blocks = gridDim.x;  // that have tiles
-    LineBlocks line = p.line;
     if (is_mixed()) {
       blocks = blocks_of_prefill(p, scratch.sums, scratch.longest);
       has_tiles = blockIdx.x < blocks;
-      line.all = divider_for(line.all, blocks);
-      line.has_whole = false;
     }
     const bool is_whole = has_tiles && (whole.always || prefers_whole(p, blocks, scratch.sums, scratch.longest));
     if (!has_tiles || is_whole) {
@@ -200,20 +197,11 @@ struct PrefillFeeder {
         scratch.ends.clear();
       }
     } else {
-      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan, S::kMayBeMixed ? line : p.line);
+      const SharePosition share = find_share<kFeedersBarrier>(p, scratch.plan, blocks);
       if (threadIdx.x == 0) scratch.walker.start(p, share, &scratch.ends);
     }
     give_registers<S::kFeederRegisters>();
     feed(is_whole);
-  }
-
- private:
-  // As the constructor of a Divider, which is the host's.
-  static __device__ Divider divider_for(Divider by, int d) {
-    by.d = d;
-    by.shift = 32 - __clz(d - 1);
-    by.multiplier = static_cast<uint32_t>((((uint64_t{1} << by.shift) - d) << 32) / d + 1);
-    return by;
   }
 };
 

@@ -387,8 +387,7 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
     fence_async_proxy();
   }
   wait_for_previous_kernel();
-  const bool is_mixed = S::kMayBeMixed && p.mixed;
-  if (is_mixed) let_next_kernel_start();  // which does not wait for this one
+  if (S::kMayBeMixed && p.mixed) let_next_kernel_start();  // which does not wait for this one
   __syncthreads();
   if (threadIdx.x < kThreads) {
     PrefillFeeder<S> feeder{p, copies, whole, scratch, queries, keys, values};
@@ -401,11 +400,6 @@ __device__ void run_prefill(const Problem& p, const CacheCopies& copies, const W
           store_columns(p, output_row<typename S::Mma>(p, row), d, sum.finish(p, row, u.kv_head));
         },
         ComputingWarpgroups());
-  }
-  if (is_mixed) {  // the one after the next waits for all blocks: combine_kernel()
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(&whole.counts->ended, 1);
   }
 }
 

@@ -24,9 +24,6 @@ __device__ inline int64_t divide(int64_t a, int64_t b) {
   if ((a | b) >> 32 == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
 }
-__device__ inline int64_t divide(int64_t a, const Divider& by) {
-  return a >> 31 == 0 ? by.quotient(static_cast<int>(a)) : a / by.d;
-}
 
 // Sum of floor((a * i + b) / m) over 0 <= i < n, by the steps of Euclid's algorithm.
 __device__ inline int64_t floor_sum(int64_t n, int64_t m, int64_t a, int64_t b) {
@@ -103,17 +100,16 @@ struct SegmentPieces {
 };
 
 // A line in equal shares; the first `longer` blocks have one place more.  All heads are on one line, or each on one of its own:
-// every `lines`-th block, from `line` on, is on this one.  `alike`: all segments have the same length.
+// every `lines`-th block, from `line` on, is on this one.
 struct Shares {
   int64_t units;
   int blocks, each, longer;
   int lines, line;
 
   Shares() = default;
-  __device__ Shares(int64_t n, const LineBlocks& of, bool alike) : units(n), lines(1), line(0) {
-    const Divider by = alike && of.has_whole ? of.whole : of.all;
-    blocks = static_cast<int>(min(n, static_cast<int64_t>(by.d)));
-    each = n <= by.d ? 1 : static_cast<int>(divide(n, by));
+  __device__ Shares(int64_t n, int of_blocks) : units(n), lines(1), line(0) {
+    blocks = static_cast<int>(min(n, static_cast<int64_t>(of_blocks)));
+    each = n <= of_blocks ? 1 : static_cast<int>(divide(n, of_blocks));
     longer = static_cast<int>(n - static_cast<int64_t>(each) * blocks);
   }
   __device__ int64_t begin(int block) const { return static_cast<int64_t>(block) * each + min(block, longer); }
@@ -179,24 +175,34 @@ __device__ inline bool wants_lines(const Problem& p, int64_t heads, int64_t unit
          units * heads >= gridDim.x * kLongShare;
 }
 
-// Two passes over the lengths: the sum of all work, then the place where this block's share begins.  of_all: the blocks.
+// Of segments that are all alike, not quite as many blocks may have whole ones, and leave no pieces.  0: there is no such number.
+__device__ inline int blocks_of_whole(int segments, int blocks) {
+  const int each = (segments + blocks - 1) / blocks, fewer = each == 0 ? 0 : segments / each;
+  return fewer * each == segments && fewer * 16 >= blocks * 15 ? fewer : 0;
+}
+
+// Two passes over the lengths: the sum of all work, then the place where this block's share begins.
 template <int kBarrier = 0, bool kLines = false, int kBlock>
-__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch, const LineBlocks& of_all) {
+__device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch, int all_blocks) {
   int heads = static_cast<int>(p.by_heads.d);  // of a line
   const bool one_chunk = p.a.num_seqs <= kBlock;
   SharePosition at{};
   at.block = blockIdx.x;
   int64_t before = 0, begin = 0;  // in units of a head; on the line
-  const auto share = [&](int64_t units, bool alike) {
+  // alike: so many sequences have one segment of a head, each of the same length, and others none; or 0.
+  const auto share = [&](int64_t units, int alike) {
+    int blocks = all_blocks, lines = 1, line = 0;
     if (kLines && wants_lines(p, heads, units)) {
       at.block = p.by_heads.quotient(blockIdx.x);
-      at.shares = Shares(units, p.line_of_head, alike);
-      at.shares.lines = heads;
-      at.shares.line = blockIdx.x - at.block * heads;
+      lines = heads;
+      line = blockIdx.x - at.block * heads;
+      blocks = p.by_heads.quotient(all_blocks);
       heads = 1;
-    } else {
-      at.shares = Shares(units * heads, of_all, alike);
     }
+    const int whole = blocks_of_whole(alike * heads, blocks);
+    at.shares = Shares(units * heads, whole > 0 ? whole : blocks);
+    at.shares.lines = lines;
+    at.shares.line = line;
     begin = at.shares.begin(at.block);
   };
 #pragma unroll 1
@@ -219,9 +225,10 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
       }
       const int64_t end = before + block_scan<kBarrier>(units, scratch, total);
       if (pass == 0 && one_chunk) {  // the sums serve both passes
-        bool alike = false;
+        int alike = 0;
         if constexpr (kBarrier == 0) {
-          alike = __syncthreads_and(s >= p.a.num_seqs || (one_tile && units * p.a.num_seqs == total));
+          const int taken = __syncthreads_count(units > 0);
+          alike = __syncthreads_and(units == 0 || (one_tile && units * taken == total)) ? taken : 0;
         }
         share(total, alike);
         pass = 1;
@@ -234,7 +241,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
       before += total;
     }
     if (pass == 0) {
-      share(before, false);
+      share(before, 0);
       before = 0;
     }
   }
@@ -247,7 +254,7 @@ __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBloc
 
 template <int kBarrier = 0, bool kLines = false, int kBlock>
 __device__ inline SharePosition find_share(const Problem& p, PlanScratchOf<kBlock>& scratch) {
-  return find_share<kBarrier, kLines>(p, scratch, p.line);
+  return find_share<kBarrier, kLines>(p, scratch, gridDim.x);
 }
 
 // Where the sums of a segment go that are not all of it: to the workspace.

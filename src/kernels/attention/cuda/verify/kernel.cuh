@@ -302,6 +302,7 @@ struct VerifyLineBlock {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using Memory = VerifyMemory<S, Softmax>;
     reinterpret_cast<Memory*>(memory + Memory::kBytesBefore)->kernel(p, copies, memory).run();
+    end_after_prefill(p);
 #endif
   }
 };
