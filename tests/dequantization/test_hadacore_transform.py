@@ -55,6 +55,16 @@ def test_any_number_of_rows(array, rows):
         check(array, random((rows, width), np.dtype(np.float16)))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=name_of)
+@pytest.mark.parametrize("shape", [(1100, 1024), (4301, 1024), (301, 4096), (35, 32768)], ids=str)
+def test_many_rows(array, dtype, shape):
+    """So many that threads have packs of their own, and the last block has too few."""
+    x = padded(random(shape, dtype), 1, 8)
+    out = array.output(x)
+    pykv.hadacore_transform(out, out)
+    assert_rounded_once(array.numpy(out), transform(x), lost=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("width", [12, 896, 4096])
 def test_more_than_caches_hold(array, width):
     check(array, random((1_300_000 // width, width), np.dtype(np.float32)), offset=1)

@@ -31,6 +31,16 @@ def test_any_dtype(array, dtype, columns):
         np.testing.assert_array_equal(array.numpy(out), x[:, perm])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("rows", [140, 601])
+def test_many_rows(array, dtype, rows):
+    for columns in (7, 1000, 4096):
+        x, perm = numbers((rows, columns + 16), dtype)[:, :columns], order(columns)
+        out = array.output(np.zeros(x.shape, dtype))
+        pykv.permute_cols(out, array.output(x), array.input(perm))
+        np.testing.assert_array_equal(array.numpy(out), x[:, perm])
+
+
 @pytest.mark.parametrize("columns", [24000, 30000])
 def test_rows_too_wide_for_shared_memory(array, columns):
     x, perm = numbers((6, columns), np.dtype(np.float16)), order(columns)
@@ -50,9 +60,10 @@ def test_strides(array, dtype):
             np.testing.assert_array_equal(array.numpy(made), x[..., perm])
 
 
+@pytest.mark.parametrize("rows", [5, 150])
 @pytest.mark.parametrize("wrong", [-1, 64, 1 << 30])
-def test_column_out_of_range(array, wrong):
-    x, perm = numbers((5, 64), np.dtype(np.float16)), order(64)
+def test_column_out_of_range(array, wrong, rows):
+    x, perm = numbers((rows, 64), np.dtype(np.float16)), order(64)
     expected = x[:, perm]
     perm[[0, 33]] = wrong
     expected[:, [0, 33]] = 7

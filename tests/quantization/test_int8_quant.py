@@ -60,6 +60,7 @@ def test_many_rows(array, dtype):
     for azp in (False, True):
         dynamic(array, x, azp=azp)
     dynamic(array, x[:300], op="per_token_quant_int8")
+    dynamic(array, rows((300, 4096), dtype), azp=True)
 
 
 def test_more_than_caches_hold(array):
