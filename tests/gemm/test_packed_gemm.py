@@ -45,10 +45,8 @@ def is_rounded(array, w: PackedWeight) -> bool:
         is_rounded = scales in ("f16", "f16u8", "f16i8")
     elif codes[0] == "u" and minima == "none":
         is_rounded = is_small and scales in ("f16", "f16u8", "f16i8") and group in ("g16", "g32")
-    elif codes[0] == "u" and minima == "zero":
-        is_rounded = is_small and int(codes[1:]) > 4
     else:
-        is_rounded = codes[0] == "u"
+        is_rounded = codes[0] == "u" and minima != "zero"
     return (codes, scales) == ("t4", "f32") or (is_rounded and array.device == "cuda")
 
 

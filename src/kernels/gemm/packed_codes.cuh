@@ -416,8 +416,7 @@ inline bool is_folded(const PackedWeight& w, bool has_map) {
   if (w.minima_kind == MinimumKind::kNone)
     return is_small && !is_wide && (w.group_size == 16 || w.group_size == 32) &&
            !(w.codes_kind == CodeKind::kUint4 && has_map);
-  if (w.minima_kind == MinimumKind::kZero) return is_small && w.codes_kind == CodeKind::kUint8;
-  return true;
+  return w.minima_kind != MinimumKind::kZero;  // s z is often larger than w, and would be rounded
 }
 
 // How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and
@@ -500,12 +499,8 @@ __device__ float2 load_two_minima(uint32_t at, uint32_t lows, MinimumKind kind, 
     v = make_float2(-of_256.x * static_cast<float>(octets & 0xffu), -of_256.y * static_cast<float>(octets >> 8));
   } else if (kind == MinimumKind::kF16) {
     v = unpack_pair<half>(load_shared_4(at));
-  } else if (kind == MinimumKind::kF32) {
-    v = load_shared_float2(at);
   } else {
-    const uint32_t octets = load_shared_2(at);
-    return make_float2(scales.x * (offset - static_cast<float>(octets & 0xffu)),
-                       scales.y * (offset - static_cast<float>(octets >> 8)));
+    v = load_shared_float2(at);
   }
   return make_float2(fmaf(scales.x, offset, v.x), fmaf(scales.y, offset, v.y));
 }

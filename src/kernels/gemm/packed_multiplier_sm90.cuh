@@ -50,7 +50,7 @@ class Multiplier {
     } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
-    } else if constexpr (S::kScalesCodes || (S::kSubtracts && !S::kOfBytes)) {
+    } else if constexpr (S::kScalesCodes) {
       run_steps<8>(part, turn);
     } else {
       switch (p_.steps) {
@@ -300,8 +300,7 @@ class Multiplier {
       uint2 zeros;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (S::kSubtracts && j % kSteps == 0)
-          zeros = load_shared_8(stage + p_.minima_at + (unit * 4 + j) / kSteps * kRows * 4 + factors_at_);
+        if (S::kSubtracts && j % kSteps == 0) zeros = load_zeros<kSteps>(stage, unit * 4 + j);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint32_t bytes = __byte_perm(reinterpret_cast<const uint32_t (&)[4]>(words[h])[j], 0, selector_);
@@ -338,13 +337,22 @@ class Multiplier {
         Code::fragment_scaled(a[j], words, j, {scales.x, scales.y});
       }
     } else if constexpr (S::kSubtracts) {
-      const uint2 zeros = load_shared_8(stage + p_.minima_at + factors_at_);
+      uint2 zeros;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+      for (int j = 0; j < 4; ++j) {
+        if (j % kSteps == 0) zeros = load_zeros<kSteps>(stage, unit * 4 + j);
+        Code::fragment_less(a[j], words, j, {zeros.x, zeros.y});
+      }
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j) Code::fragment(a[j], words, j, table_);
     }
+  }
+
+  // What is subtracted from codes of a step's group.
+  template <int kSteps>
+  __device__ uint2 load_zeros(uint32_t stage, int step) const {
+    return load_shared_8(stage + p_.minima_at + step / kSteps * kRows * 4 + factors_at_);
   }
 
   __device__ void load_codes(Words& words, uint32_t stage, int unit) const {
