@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kPerSm) scaled_mm_sm90_kernel(
   if (warpgroup == 0) {
     if constexpr (S::kMovesRegisters) give_registers<S::kFew>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) fill(o, ring);
-    if (warp > 0 && o.p.args.in_blocks) fill_scales<S>(o, ring, warp - 1);
+    if (warp < S::kCopiers && threadIdx.x % 32 == 0) fill<S>(o, ring, warp);
+    if (warp >= S::kCopiers && o.p.args.in_blocks) fill_scales<S>(o, ring, warp - S::kCopiers);
   } else {
     if constexpr (S::kMovesRegisters) take_registers<S::kMany>();
     const int group = warpgroup - 1, warp = group * 4 + threadIdx.x / 32 % 4;
@@ -65,7 +65,7 @@ template <class S>
 bool launch_shape(const ScaledMmArgs& args, const Launch& launch, int columns_each = S::kColumns) {
   const RowGroups& groups = args.groups;
   const auto count = static_cast<int64_t>(groups.count > 0 ? groups.count : 1);
-  Operands o{{}, {}, Problem(args, launch, S::kRows, columns_each), 0, 0, 0, 0};
+  Operands o{{}, {}, Problem(args, launch, S::kRows, columns_each), 0, 0, 0, 0, false, 0, 0};
   o.columns_each = static_cast<uint32_t>(columns_each);
   const auto size = static_cast<int64_t>(size_of(args.out_dtype));
   o.p.wide_out = is_aligned(16, args.out, {args.out_stride * size, args.out_group * size});
@@ -74,13 +74,26 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch, int columns_ea
   o.stage_bytes = static_cast<uint32_t>((lines + columns_each) * kLine);
   o.stages = static_cast<uint32_t>(S::stages(static_cast<int>(o.stage_bytes)));
   const auto stride = [&](int64_t given, int64_t lines_) { return lines_ > 1 ? given : (args.k + 15) / 16 * 16; };
-  const auto group_stride = [&](int64_t given, int64_t matrices) { return matrices > 1 ? given : 16; };
+  const int64_t a_stride = stride(args.a_stride, args.m), b_stride = stride(args.b_along_n, args.n);
   const int64_t matrices = groups.are_apart() ? count : 1;
-  if (!make_tensor_map(o.rows, args.a, {args.k, args.m, matrices},
-                       {stride(args.a_stride, args.m), group_stride(args.a_group, matrices)}, {lines, 1}) ||
-      !make_tensor_map(o.columns, args.b, {args.k, args.n, count},
-                       {stride(args.b_along_n, args.n), group_stride(args.b_group, count)}, {columns_each, 1}))
-    return false;
+  // Maps of two dimensions are faster than those of three.
+  const auto join = [&](int64_t group, int64_t step, int64_t lines_, int64_t of, int& each) {
+    if (of > 1 && (step <= 0 || group < 0 || group % step != 0 || group / step > INT32_MAX / of)) return int64_t{0};
+    each = of > 1 ? static_cast<int>(group / step) : 0;
+    return (of - 1) * each + lines_;
+  };
+  const int64_t a_lines = join(args.a_group, a_stride, args.m, matrices, o.rows_step);
+  const int64_t b_lines = join(args.b_group, b_stride, args.n, count, o.columns_step);
+  o.are_joined = a_lines > 0 && b_lines > 0 && a_lines <= INT32_MAX && b_lines <= INT32_MAX;
+  const auto group_stride = [&](int64_t given, int64_t of) { return of > 1 ? given : 16; };
+  const bool are_mapped = o.are_joined
+                              ? make_tensor_map(o.rows, args.a, {args.k, a_lines}, {a_stride}, {lines}) &&
+                                    make_tensor_map(o.columns, args.b, {args.k, b_lines}, {b_stride}, {columns_each})
+                              : make_tensor_map(o.rows, args.a, {args.k, args.m, matrices},
+                                                {a_stride, group_stride(args.a_group, matrices)}, {lines, 1}) &&
+                                    make_tensor_map(o.columns, args.b, {args.k, args.n, count},
+                                                    {b_stride, group_stride(args.b_group, count)}, {columns_each, 1});
+  if (!are_mapped) return false;
   const auto most = static_cast<uint32_t>(num_sms(launch.device) * S::kPerSm);
   const uint32_t tiles = o.p.row_tiles * o.p.column_tiles;
   const size_t shared_bytes = S::kSharedBytes + (groups.count > 0 ? (count + 1) * 4 : 0);

@@ -22,6 +22,8 @@ struct WarpgroupShape {
   static constexpr Pipeline kPipeline = kExact ? kBatches : kPipeline_;
   static constexpr int kBlocks = kExact ? 1 : kBlocks_;  // of k, that are multiplied at once
   static constexpr int kPerSm = kPerSm_;                 // blocks of a multiprocessor
+  static constexpr int kCopiers =
+      kGroups_ == 1 ? 2 : 1;  // warps that ask the copy engine: few rows come faster than one can ask
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kRows = 64 * kGroups, kRowBytes = kRows * kLine;
   static constexpr int kRingBytes = (192 << 10) / kPerSm;
@@ -58,6 +60,8 @@ struct Operands {
   uint32_t columns_each;         // of a tile
   uint32_t lines;                // of a in a stage
   uint32_t stages, stage_bytes;  // those are copied
+  bool are_joined;               // the matrices of groups are one of many lines, so many of them further on
+  int rows_step, columns_step;
 };
 
 struct Ring {
@@ -91,24 +95,36 @@ __device__ void for_tiles(const Operands& o, const Ring& ring, F&& f) {
   }
 }
 
-__device__ inline void fill(const Operands& o, const Ring& ring) {
+// Warp `mine` of kCopiers has every kCopiers-th stage.
+template <class S>
+__device__ void fill(const Operands& o, const Ring& ring, int mine) {
   const int blocks = static_cast<int>(o.p.args.blocks());
   const bool are_apart = o.p.args.groups.are_apart();
   Turn turn{o.stages};
   for_tiles<false>(o, ring, [&](const Tile& tile) {
+    const int matrix = are_apart ? tile.group : 0;
+    const int row = static_cast<int>(tile.first_row), column = static_cast<int>(tile.first_column);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block, turn.next()) {
+      if (mine-- != 0) continue;
+      mine = S::kCopiers - 1;
       const uint32_t full = ring.full + turn.stage * 8, to = ring.data + turn.stage * o.stage_bytes;
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
       cluster_expect(full, o.stage_bytes);
-      copy_box(to + o.lines * kLine, o.columns, {block * kLine, static_cast<int>(tile.first_column), tile.group}, full);
-      copy_box(to, o.rows, {block * kLine, static_cast<int>(tile.first_row), are_apart ? tile.group : 0}, full);
+      if (o.are_joined) {
+        copy_box(to + o.lines * kLine, o.columns, {block * kLine, column + tile.group * o.columns_step}, full);
+        copy_box(to, o.rows, {block * kLine, row + matrix * o.rows_step}, full);
+      } else {
+        copy_box(to + o.lines * kLine, o.columns, {block * kLine, column, tile.group}, full);
+        copy_box(to, o.rows, {block * kLine, row, matrix}, full);
+      }
     }
   });
 }
 
 // The scales of blocks: warp `mine` of kFillers has every kFillers-th stage.
-inline constexpr int kFillers = 3;
+template <class S>
+inline constexpr int kFillers = 4 - S::kCopiers;
 
 template <class S>
 __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
@@ -127,7 +143,7 @@ __device__ void fill_scales(const Operands& o, const Ring& ring, int mine) {
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block, turn.next()) {
       if (mine-- != 0) continue;
-      mine = kFillers - 1;
+      mine = kFillers<S> - 1;
       mbarrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
       float* const to = ring.scales + turn.stage * S::kScales;
       if (are_floats) {
