@@ -8,7 +8,7 @@
 //
 // What is added when is as in packed_gemm_few_sm90.cu: a row of out has the same bits as with more pairs.
 //
-// One token of Qwen3 30B on an H200: see docs/log/moe.md.
+// One token of Qwen3 30B (8 of 128 experts) on an H200: 13.8 us, where a plain read of its weights takes 6.2 and two empty kernels 1.5.
 #include <algorithm>
 
 #include "cuda/cp_async.cuh"

@@ -4,6 +4,8 @@
 // Products are those of scaled_mm_sm90.cuh, in the same order, so that a row of out has the same bits.  A row of codes is one of the 64
 // rows of the first operand; another eight blocks of the same row are its neighbours, and of the products with all of them one is
 // wanted.  Sums of blocks lie in shared memory before they are scaled and added in their order.
+//
+// One token of Qwen3 30B (8 of 128 experts) on an H200: 18.4 us; by five kernels and a map it was 29.3.
 #include <algorithm>
 
 #include "cuda/cp_async.cuh"

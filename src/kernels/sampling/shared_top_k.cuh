@@ -4,7 +4,8 @@
 // blocks learn what each of them has in every bin.  So all know in which bin the k-th key lies, and go on with that one, until few
 // keys are left, which all get.  No block waits for what one works out for all, and each writes what it has itself.
 //
-// Such a kernel runs for some microseconds, in which the instructions themselves have to be read: loops are not unrolled.
+// Such a kernel runs for some microseconds, in which the instructions themselves have to be read: loops are not unrolled.  One row of
+// 128256 in fp32, k = 2048, on an H200: 8.1 us; a launch with the read alone 1.8, with what blocks tell each other 3.3.
 #pragma once
 
 #include "cuda/cp_async.cuh"
