@@ -412,11 +412,10 @@ inline bool is_folded(const PackedWeight& w, bool has_map) {
   const bool is_wide = w.scales_kind != ScaleKind::kF16 && !has_supers(w.scales_kind);
   if (w.codes_kind == CodeKind::kTable16) return !is_wide;
   if (!is_integer(w.codes_kind)) return false;
-  const bool is_small = w.group_size % 128 != 0 && w.groups() > 1;
-  if (w.minima_kind == MinimumKind::kNone)
-    return is_small && !is_wide && (w.group_size == 16 || w.group_size == 32) &&
-           !(w.codes_kind == CodeKind::kUint4 && has_map);
-  return w.minima_kind != MinimumKind::kZero;  // s z is often larger than w, and would be rounded
+  if (w.minima_kind == MinimumKind::kZero) return false;  // s z is often larger than w, and would be rounded
+  if (w.minima_kind != MinimumKind::kNone) return true;
+  const bool is_small = w.groups() > 1 && (w.group_size == 16 || w.group_size == 32);
+  return is_small && !is_wide && !(w.codes_kind == CodeKind::kUint4 && has_map);
 }
 
 // How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and
