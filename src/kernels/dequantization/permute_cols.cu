@@ -3,19 +3,22 @@
 // side by side, are read where they are.
 #include <algorithm>
 
+#include "cuda/cp_async.cuh"
 #include "cuda/dependent.cuh"
 #include "cuda/dependent_shared.cuh"
+#include "cuda/device.h"
 #include "cuda/vec.cuh"
 #include "dequantization/permute_cols.h"
 
 namespace pykv {
 namespace {
 
-constexpr int kThreads = 256, kMaxRows = 4;
-constexpr int64_t kSharedBytes = 48 << 10;
+constexpr int kThreads = 256, kMaxRows = 2;
+constexpr int64_t kSharedBytes = 48 << 10, kMostParts = 32768;
 
 struct Plan {
   int32_t rows_per_block;
+  int64_t columns_per_block;
   bool staged, loads_aligned, stores_aligned;
 };
 
@@ -24,7 +27,7 @@ __device__ void stage_row(Word* to, const Word* from, int64_t columns, bool alig
   constexpr int kSize = kPackSize<Word>;
   const int64_t vectors = aligned ? columns / kSize : 0;
   for (int64_t i = threadIdx.x; i < vectors; i += kThreads)
-    *reinterpret_cast<uint4*>(to + i * kSize) = *reinterpret_cast<const uint4*>(from + i * kSize);
+    cp_async_16(shared_address(to + i * kSize), from + i * kSize);
   for (int64_t i = vectors * kSize + threadIdx.x; i < columns; i += kThreads) to[i] = from[i];
 }
 
@@ -48,37 +51,49 @@ __global__ void __launch_bounds__(kThreads)
     out[r] = static_cast<Word*>(args.output) + args.output_rows.offset(first + r);
     if (plan.staged) stage_row(staged + r * pitch, in[r], args.columns, plan.loads_aligned);
   }
-  __syncthreads();
-  for (int64_t c = static_cast<int64_t>(threadIdx.x) * kSize; c < args.columns; c += kThreads * kSize) {
+  const int64_t begin = blockIdx.y * plan.columns_per_block, end = min(args.columns, begin + plan.columns_per_block);
+  int64_t c = begin + static_cast<int64_t>(threadIdx.x) * kSize, order[kSize];
+  const auto read_order = [&] {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) order[i] = c + i < end ? args.order[c + i] : 0;
+  };
+  read_order();  // while rows are under way
+  if (plan.staged) {
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+  for (; c < end; c += kThreads * kSize, read_order()) {
     int32_t from[kSize];  // -1: none
-    bool whole = plan.stores_aligned && c + kSize <= args.columns;
+    bool whole = plan.stores_aligned && c + kSize <= end;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      from[i] = -1;
-      if (c + i >= args.columns) continue;
-      const int64_t column = args.order[c + i];
-      const bool valid = column >= 0 && column < args.columns;
-      if (valid) from[i] = static_cast<int32_t>(column);
-      if (!valid && blockIdx.x == 0) report(column, args.columns);
+      const bool valid = order[i] >= 0 && order[i] < args.columns, there = c + i < end;
+      from[i] = valid && there ? static_cast<int32_t>(order[i]) : -1;
+      if (!valid && there && blockIdx.x == 0) report(order[i], args.columns);
       whole &= valid;
+    }
+    Word words[kMaxRows][kSize];
+#pragma unroll
+    for (int r = 0; r < kMaxRows; ++r) {
+      if (r >= rows) break;
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        words[r][i] = 0;
+        if (from[i] >= 0) words[r][i] = plan.staged ? staged[r * pitch + from[i]] : in[r][from[i] * args.input_column];
+      }
     }
 #pragma unroll
     for (int r = 0; r < kMaxRows; ++r) {
       if (r >= rows) break;
-      Word words[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        words[i] = 0;
-        if (from[i] >= 0) words[i] = plan.staged ? staged[r * pitch + from[i]] : in[r][from[i] * args.input_column];
-      }
       if (whole) {
         uint4 raw;
-        __builtin_memcpy(&raw, words, sizeof raw);
+        __builtin_memcpy(&raw, words[r], sizeof raw);
         *reinterpret_cast<uint4*>(out[r] + c) = raw;
       } else {
 #pragma unroll
         for (int i = 0; i < kSize; ++i)
-          if (from[i] >= 0) out[r][(c + i) * args.output_column] = words[i];
+          if (from[i] >= 0) out[r][(c + i) * args.output_column] = words[r][i];
       }
     }
   }
@@ -87,19 +102,22 @@ __global__ void __launch_bounds__(kThreads)
 template <class Word>
 void launch_kernel(const PermuteColsArgs& args, const Launch& launch) {
   constexpr int64_t kItem = sizeof(Word);
-  const int64_t row_bytes = (args.columns * kItem + 15) / 16 * 16;
+  const int64_t row_bytes = (args.columns * kItem + 15) / 16 * 16, sms = num_sms(launch.device);
   Plan plan{};
-  plan.staged = args.input_column == 1 && row_bytes <= kSharedBytes;
-  plan.rows_per_block =
-      static_cast<int32_t>(plan.staged ? std::min<int64_t>(kMaxRows, kSharedBytes / row_bytes) : kMaxRows);
+  // Few rows are read where they are, by many blocks each.
+  plan.staged = args.input_column == 1 && row_bytes <= kSharedBytes && args.num_rows >= sms;
+  plan.rows_per_block = args.num_rows >= 4 * sms && (!plan.staged || 2 * row_bytes <= kSharedBytes) ? kMaxRows : 1;
+  const int64_t at_once = kThreads * kPackSize<Word>, parts = (args.columns + at_once - 1) / at_once;
+  plan.columns_per_block = plan.staged ? args.columns : (parts + kMostParts - 1) / kMostParts * at_once;
   plan.loads_aligned = rows_aligned(16, args.input, args.input_rows, kItem);
   plan.stores_aligned = args.output_column == 1 && rows_aligned(16, args.output, args.output_rows, kItem);
   const int64_t blocks = (args.num_rows + plan.rows_per_block - 1) / plan.rows_per_block;
   if (blocks > INT32_MAX || args.columns > INT32_MAX)
     fail(PYKV_NOT_IMPLEMENTED, "A: 2^31 columns or blocks of rows in one call are not supported");
   const auto bytes = static_cast<size_t>(plan.staged ? plan.rows_per_block * row_bytes : 0);
-  launch_dependent_shared(permute_cols_kernel<Word>, static_cast<uint32_t>(blocks), kThreads, bytes, launch,
-                          "permute_cols", args, plan, launch.reporter("permute_cols: perm"));
+  const int64_t across = (args.columns + plan.columns_per_block - 1) / plan.columns_per_block;
+  launch_dependent_shared(permute_cols_kernel<Word>, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(across)),
+                          kThreads, bytes, launch, "permute_cols", args, plan, launch.reporter("permute_cols: perm"));
 }
 
 }  // namespace

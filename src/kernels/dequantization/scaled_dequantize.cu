@@ -18,7 +18,9 @@ constexpr int kThreads = 256, kVectors = 4, kSize = 8;
 struct Plan {
   Divider vectors_per_row, rows, group_rows, group_columns;
   uint32_t num_vectors;
-  bool codes_aligned, output_aligned, one_scale, streamed;  // one_scale: for all of a vector
+  bool codes_aligned, output_aligned, streamed;
+  bool one_scale;     // for all of a vector
+  bool eight_scales;  // of columns, that lie side by side
 };
 
 template <SmallFloat kCodes>
@@ -66,10 +68,15 @@ __device__ Codes load_codes(const uint8_t* from, int count, bool aligned) {
   return codes;
 }
 
-__device__ float scale_of(const ScaledDequantizeArgs& args, int64_t at, float number) {
+// The scale at a place as it lies there, and its value.
+__device__ uint32_t load_scale(const ScaledDequantizeArgs& args, int64_t at) {
+  if (args.scale_is == GroupScale::kNumber) return 0;
+  if (args.scale_is == GroupScale::kFloat) return static_cast<const uint32_t*>(args.scales)[at];
+  return static_cast<const uint8_t*>(args.scales)[at];
+}
+__device__ float scale_of(const ScaledDequantizeArgs& args, uint32_t code, float number) {
   if (args.scale_is == GroupScale::kNumber) return number;
-  if (args.scale_is == GroupScale::kFloat) return static_cast<const float*>(args.scales)[at];
-  const uint32_t code = static_cast<const uint8_t*>(args.scales)[at];
+  if (args.scale_is == GroupScale::kFloat) return __uint_as_float(code);
   if (args.scale_is == GroupScale::kE4M3) return fp8_to_float<KvFormat::kE4M3>(static_cast<uint8_t>(code)) / number;
   return __uint_as_float(code == 255 ? 0x7fc00000u : code == 0 ? 0x00400000u : code << 23);
 }
@@ -97,23 +104,23 @@ __global__ void __launch_bounds__(kThreads)
   using Own = Codes<kCodes>;
   begin_dependent();
   const uint32_t first = blockIdx.x * (kThreads * kVectors) + threadIdx.x;
+  const auto place_of = [&](uint32_t matrix, uint32_t row, int64_t column) {
+    return args.scale_at(matrix, plan.group_rows.quotient(static_cast<int>(row)),
+                         plan.group_columns.quotient(static_cast<int>(column)));
+  };
   Own codes[kVectors];
-  uint32_t matrices[kVectors], rows[kVectors], places[kVectors];
+  uint32_t matrices[kVectors], rows[kVectors], places[kVectors], scales[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const uint32_t n = first + i * kThreads;
-    if (n >= plan.num_vectors) break;
+    const uint32_t n = min(first + i * kThreads, plan.num_vectors - 1);
     matrices[i] = plan.rows(plan.vectors_per_row(n, places[i]), rows[i]);
     const int64_t column = static_cast<int64_t>(places[i]) * kSize, left = args.columns - column;
     codes[i] = load_codes<Own>(args.codes + matrices[i] * args.code_matrix + rows[i] * args.code_row +
                                    static_cast<int64_t>(places[i]) * Own::kBytes,
                                left < kSize ? static_cast<int>(left) : kSize, plan.codes_aligned);
+    scales[i] = plan.one_scale ? load_scale(args, place_of(matrices[i], rows[i], column)) : 0;
   }
   const float number = args.number;
-  const auto place_of = [&](uint32_t matrix, uint32_t row, int64_t column) {
-    return args.scale_at(matrix, plan.group_rows.quotient(static_cast<int>(row)),
-                         plan.group_columns.quotient(static_cast<int>(column)));
-  };
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (first + i * kThreads >= plan.num_vectors) break;
@@ -122,13 +129,21 @@ __global__ void __launch_bounds__(kThreads)
     float x[kSize];
     codes[i].floats(x);
     if (plan.one_scale) {
-      const float scale = scale_of(args, place_of(matrices[i], rows[i], column), number);
+      const float scale = scale_of(args, scales[i], number);
 #pragma unroll
       for (int e = 0; e < kSize; ++e) x[e] *= scale;
     } else {  // groups of few columns have scales in fp32
+      const auto* const of = static_cast<const float*>(args.scales);
+      if (plan.eight_scales && count == kSize) {
+        const float* const from = of + place_of(matrices[i], rows[i], column);
+        const auto four = load_vec<Vec<float, 4>>(from), more = load_vec<Vec<float, 4>>(from + 4);
 #pragma unroll
-      for (int e = 0; e < kSize; ++e)
-        if (e < count) x[e] *= static_cast<const float*>(args.scales)[place_of(matrices[i], rows[i], column + e)];
+        for (int e = 0; e < 4; ++e) x[e] *= four[e], x[e + 4] *= more[e];
+      } else {
+#pragma unroll
+        for (int e = 0; e < kSize; ++e)
+          if (e < count) x[e] *= of[place_of(matrices[i], rows[i], column + e)];
+      }
     }
     store_values(static_cast<T*>(args.output) + matrices[i] * args.output_matrix + rows[i] * args.output_row + column,
                  x, count, plan);
@@ -151,8 +166,10 @@ void launch_kernel(const ScaledDequantizeArgs& args, const Launch& launch) {
       static_cast<uint32_t>(total),
       is_aligned(kBytes, args.codes, {args.code_row, args.code_matrix}),
       is_aligned(16, args.output, {args.output_row * kItem, args.output_matrix * kItem}),
+      is_streamed(total * kSize * kItem),
       args.scale_is == GroupScale::kNumber || args.group_columns % kSize == 0 || args.group_columns >= args.columns,
-      is_streamed(total * kSize * kItem)};
+      args.group_columns == 1 && args.scale_column == 1 &&
+          is_aligned(16, args.scales, {args.scale_row * 4, args.scale_matrix * 4})};
   constexpr int64_t kTile = kThreads * kVectors;
   launch_dependent(scaled_dequantize_kernel<T, kCodes>, static_cast<uint32_t>((total + kTile - 1) / kTile), kThreads,
                    launch, "scaled_dequantize", args, plan);
