@@ -53,8 +53,8 @@ void Tensor::fail_array(const char* name, const DLTensor* t) {
   if (!t->shape && t->ndim > 0)
     pykv::fail(PYKV_VALUE_ERROR, "%s: has %d dimensions, but its shape is NULL", name, t->ndim);
   if (to_dtype(t->dtype) == DType::kOther)
-    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s are not supported; pykv knows %s", name,
-               name_of(t->dtype).c_str(), all_dtypes().c_str());
+    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s are not supported; pykv knows %s", name, name_of(t->dtype).c_str(),
+               all_dtypes().c_str());
   if (!plain(t->device).device_type)
     pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                static_cast<int>(t->device.device_type));
