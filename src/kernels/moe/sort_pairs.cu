@@ -1,10 +1,11 @@
-// Counting sort in one launch, by one block or, on sm_90, by clusters of blocks that add up their counts through shared
-// memory.  All clusters count all pairs, and each places a part of them.
+// Counting sort in one launch, by one block or, on sm_90, by clusters of blocks that send each other their counts.  All
+// clusters count all pairs, and each places those of some warps.
 //
 // Each warp has a run of neighbouring pairs.
-//   1. It counts its pairs in each bin, in a row of shared memory of its own.
-//   2. Threads have a bin each: from counts to how many pairs of the bin lie in the runs of earlier warps, and of earlier
-//      blocks; then all bins are added up, each padded.
+//   1. It counts its pairs in each bin, in a row of shared memory: its own, if it places them, else one for all warps before
+//      those that do, or behind them.
+//   2. Threads have a bin each: from counts to how many pairs of the bin lie in earlier rows, and of earlier blocks; then all bins
+//      are added up, each padded.
 //   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
 // So places depend on the pairs alone, whatever the number of warps and blocks.
 //
@@ -136,22 +137,6 @@ __device__ uint32_t add_up(int32_t num_bins, Value&& value, Put&& put) {
   return before;
 }
 
-// The lanes whose pairs have the same bin.
-__device__ uint32_t lanes_with(const SortPlan& plan, int32_t bin) {
-#if LAB_MATCH == 1
-  uint32_t same = __ballot_sync(kAllLanes, bin >= 0);
-  if (bin < 0) same = ~same;
-#pragma unroll 4
-  for (int32_t bit = 1; bit < plan.num_bins; bit *= 2) {
-    const uint32_t with = __ballot_sync(kAllLanes, bin & bit);
-    same &= bin & bit ? with : ~with;
-  }
-  return same;
-#else
-  return __match_any_sync(kAllLanes, bin);
-#endif
-}
-
 // Sends words to the same place in block `rank`.
 __device__ void send(const void* to, uint32_t x, int rank, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -259,7 +244,7 @@ __device__ void count_pairs(const SortPlan& plan, const Bins& bins, Exchange& ex
   __syncwarp();
   if (places(plan)) {
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) same[i] = lanes_with(plan, kept[i]);
+    for (int i = 0; i < kKept; ++i) same[i] = __match_any_sync(kAllLanes, kept[i]);
   }
   if (plan.ranks > 1) {
     exchange.add_up_share(plan, bins);
@@ -302,7 +287,7 @@ __device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
   for (uint32_t from = first + 32 * kKept; from < end; from += 32) {
     const uint32_t p = from + lane;
     const int32_t bin = p < end ? bin_of(plan, p, adapter, false) : -1;
-    place_group(p, bin, lanes_with(plan, bin));
+    place_group(p, bin, __match_any_sync(kAllLanes, bin));
   }
 }
 
@@ -418,31 +403,36 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   }
 }
 
-template <int kWarps>
+// Whether the instance for what is usual may have the call: half of the code, which a block runs through but once.
+bool is_usual(const SortPlan& plan) {
+  const SortPairsArgs& a = plan.args;
+  return !a.adapters.data && !a.sizes.data && !a.keeps_all && !a.expert_map.data && !a.ids.is_int64 &&
+         a.ids.stride == 1 && plan.ids_are_flat && !a.wide_offsets && !a.offsets_of_128 && !a.problems1 && !a.problems2;
+}
+
+// The same, as the compiler is to know it.
+template <bool kUsual>
+__device__ decltype(auto) known(const SortPlan& given) {
+  if constexpr (!kUsual) {
+    return (given);  // a copy would lie in memory
+  } else {
+    SortPlan plan = given;
+    plan.args.adapters.data = plan.args.sizes.data = plan.experts.map.data = nullptr;
+    plan.args.keeps_all = plan.args.ids.is_int64 = false;
+    plan.args.ids.stride = 1;
+    plan.args.wide_offsets = nullptr;
+    plan.args.offsets_of_128 = plan.args.problems1 = plan.args.problems2 = nullptr;
+    plan.ids_are_flat = true;
+    plan.num_bins = plan.num_listed;
+    return plan;
+  }
+}
+
+template <int kWarps, bool kUsual>
 __global__ void __launch_bounds__(32 * kWarps, 1) sort_pairs_kernel(const __grid_constant__ SortPlan given) {
   extern __shared__ uint32_t shared[];
   __shared__ uint32_t taken_by_listed;
-#ifdef LAB_KNOWN
-  SortPlan plan = given;
-  plan.args.adapters.data = plan.args.token_adapters.data = plan.args.adapter_enabled.data = nullptr;
-  plan.args.sizes.data = nullptr;
-  plan.args.keeps_all = false;
-  plan.args.wide_offsets = nullptr;
-  plan.args.offsets_of_128 = plan.args.problems1 = plan.args.problems2 = nullptr;
-  plan.ids_are_flat = true;
-  plan.num_bins = plan.num_listed;
-#if LAB_KNOWN == 2
-  plan.args.ids.is_int64 = false;
-  plan.args.ids.stride = 1;
-  plan.args.expert_map.data = nullptr;
-  plan.args.sorted_tokens = nullptr;
-  plan.args.offsets = nullptr;
-  plan.args.places = nullptr;
-  plan.args.num_pairs = static_cast<uint32_t>(given.args.num_pairs);
-#endif
-#else
-  const SortPlan& plan = given;
-#endif
+  const SortPlan& plan = known<kUsual>(given);
   const SortPairsArgs& a = plan.args;
   const int32_t n = plan.num_bins;
   const Bins bins{shared + bin_words(n), shared + 3 * n, reinterpret_cast<uint2*>(shared), shared + 2 * n};
@@ -497,20 +487,21 @@ __global__ void __launch_bounds__(32 * kWarps, 1) sort_pairs_kernel(const __grid
 }
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
-template <int kWarps>
+template <auto kKernel, int kWarps>
 bool has_room_for_most(const Launch& launch) {
-  return clusters_at_once<sort_pairs_kernel<kWarps>>(launch, kMostBlocks, 32 * kWarps, kMaxShared) > 0;
+  return clusters_at_once<kKernel>(launch, kMostBlocks, 32 * kWarps, kMaxShared) > 0;
 }
 
 // blocks: of a cluster, at most
-template <int kWarps>
+template <int kWarps, bool kUsual>
 void launch_blocks(SortPlan plan, uint32_t blocks, const Launch& launch) {
+  constexpr auto kKernel = sort_pairs_kernel<kWarps, kUsual>;
   const SortPairsArgs& args = plan.args;
   const int64_t most_rows = (kMaxShared / 4 - bin_words(args.num_bins)) / std::max<int64_t>(args.num_bins, 1);
   if (most_rows < 1)
     fail(PYKV_NOT_IMPLEMENTED, "%lld bins of experts are more than shared memory holds",
          static_cast<long long>(args.num_bins));
-  if (blocks > kPortableBlocks && !has_room_for_most<kWarps>(launch)) blocks = kPortableBlocks;
+  if (blocks > kPortableBlocks && !has_room_for_most<kKernel, kWarps>(launch)) blocks = kPortableBlocks;
   const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
   plan.ranks = static_cast<int32_t>(blocks);
   plan.log_ranks = std::bit_width(blocks) - 1;
@@ -529,12 +520,11 @@ void launch_blocks(SortPlan plan, uint32_t blocks, const Launch& launch) {
   if (blocks == 1 && args.num_pairs <= 32 && !args.sizes.data && !args.keeps_all && !has_bins)
     plan.pair_warps = 0;  // sort_few
   const auto bytes = static_cast<int>((rows_of(plan) * args.num_bins + bin_words(args.num_bins)) * 4);
-  const auto kernel = sort_pairs_kernel<kWarps>;
   if (bytes > 48 << 10)
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "sort_pairs");
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "sort_pairs");
   const dim3 grid(blocks * static_cast<uint32_t>(plan.clusters),
                   args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  launch_clusters(kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes), launch,
+  launch_clusters(kKernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes), launch,
                   "sort_pairs", plan);
 }
 
@@ -564,10 +554,16 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                           : args.num_pairs > kManyPairs                 ? kMostBlocks
                                                                         : kPortableBlocks;
   // Few warps, while each keeps the bins of all its pairs: fewer counts to add up.
-  if (args.num_pairs <= int64_t{32} * kKept * kFewWarps * blocks)
-    launch_blocks<kFewWarps>(plan, blocks, launch);
+  const auto start = [&]<bool kUsual>() {
+    if (args.num_pairs <= int64_t{32} * kKept * kFewWarps * blocks)
+      launch_blocks<kFewWarps, kUsual>(plan, blocks, launch);
+    else
+      launch_blocks<kManyWarps, kUsual>(plan, blocks, launch);
+  };
+  if (is_usual(plan))
+    start.template operator()<true>();
   else
-    launch_blocks<kManyWarps>(plan, blocks, launch);
+    start.template operator()<false>();
 }
 
 }  // namespace pykv
