@@ -1,10 +1,14 @@
 // packed_gemm of many tokens on Hopper (sm_90a), of weights that are multiplied by the scales of their groups as they are decoded, so that
 // one sum runs on through a segment of the columns.  The same bits as from packed_gemm_sm90.cuh.
 //
-// A block computes 128 rows of the weight times kTokens of x: y^T = w x^T.  Four warps decode codes once for all of these tokens, to
-// shared memory, where both operands of the matrix units lie, and one of their lanes asks for x.  Two warpgroups multiply, and do nothing
-// else: what they hold are the sums of a segment and those of all segments so far.  Blocks go from tile to tile, and results are written
-// by the copy engine while the next tile is decoded.
+// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Two groups of four warps take turns to decode units of 64
+// columns, once for all of these tokens, to shared memory, where both operands of the matrix units lie; one of their lanes asks for x.
+// Two warpgroups multiply, and do nothing else: what they hold are the sums of a segment and those of all segments so far, which are
+// in shared memory where registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the
+// next tile is decoded.  Of few tiles, two blocks of a cluster have half of the columns each.
+//
+// Instructions of a warp take four to five cycles beside the matrix units, as long where two warps issue them: one group of decoding
+// warps takes longer than the products of a unit (docs/log/packed_gemm.md).
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
@@ -15,16 +19,6 @@
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm_many_sm90.h"
 
-#ifndef XS
-#define XS 3
-#define WS 3
-#define PARKED 64
-#define REGS 208
-#define ONE 0
-#define EARLY 1
-#define CHOOSE 1
-#endif
-
 namespace pykv {
 namespace packed_many_sm90 {
 
@@ -32,10 +26,10 @@ namespace packed_many_sm90 {
 inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
 inline constexpr int kMostSegments = 4;
 // Sums of a lane; of those of all segments so far, in shared memory.
-inline constexpr int kSums = kTokens / 2, kParked = PARKED;
-inline constexpr int kThreads = 3 * 128, kOfMultipliers = REGS, kOfDecoders = 504 - 2 * REGS;  // registers
+inline constexpr int kSums = kTokens / 2, kParked = 76;
+inline constexpr int kThreads = 4 * 128, kOfMultipliers = 192, kOfDecoders = 64;  // registers
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
-inline constexpr int kXStages = XS, kWStages = WS;
+inline constexpr int kXStages = 3, kWStages = 3;
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
 inline constexpr uint32_t kParkedBytes = 128 * kParked * 4;  // of a warpgroup; results are written from there
 // In shared memory.
@@ -47,11 +41,13 @@ inline constexpr int kMostPieces = 32;  // of 16 bytes, of the factors of a unit
 inline constexpr uint32_t kMostShared = 227 << 10;
 static_assert(2 * kPieceBytes <= kParkedBytes);
 
-template <class T, CodeKind kKind_>
+// kScales: codes times scales are exact; otherwise they are rounded.
+template <class T, CodeKind kKind_, bool kScales_ = false>
 struct Shape {
   using Element = T;
   using Code = Codes<T, kKind_>;
   static constexpr CodeKind kKind = kKind_;
+  static constexpr bool kScales = kScales_;
 };
 
 struct Problem {
@@ -62,12 +58,16 @@ struct Problem {
   uint32_t row_tiles, token_tiles;
   int units, groups, blocks;      // of 64 columns; of columns; of 256 columns
   int segments;                   // of the columns, whose sums are added in order
+  int splits;                     // 2: blocks of a cluster that have half of a tile's segments each, 1: a block has all
   int begins[kMostSegments + 1];  // in units
   int steps, items;               // of 16 columns of a group in a unit; groups of a unit
   int pieces;                     // of the factors of a unit
   int minima_at, supers_at, lows_at;
 
   __device__ uint32_t tiles() const { return row_tiles * token_tiles; }
+  // Of this block.
+  __device__ int split() const { return splits == 1 ? 0 : static_cast<int>(blockIdx.x % 2); }
+  __device__ int first_segment() const { return segments / splits * split(); }
   // Tiles of eight tiles of tokens pass over the weight together: they and it stay in the L2.
   __device__ void place(uint32_t tile, int& row_tile, int& token_tile) const {
     constexpr uint32_t kTogether = 8;
@@ -98,22 +98,36 @@ struct Place {
   }
 };
 
+// All threads of the blocks of a cluster.
+__device__ inline void meet_cluster() {
+  __syncwarp();
+  cluster_announce_all();
+  cluster_wait();
+}
+
 // The units of a block's tiles, one after another.
 class Cursor {
  public:
-  int unit = 0, row_tile = 0, token_tile = 0;
+  int unit, row_tile = 0, token_tile = 0;
 
-  __device__ explicit Cursor(const Problem& p) : p_(p), tile_(blockIdx.x) { begin(); }
+  __device__ explicit Cursor(const Problem& p)
+      : p_(p),
+        first_(p.begins[p.first_segment()]),
+        end_(p.begins[p.first_segment() + p.segments / p.splits]),
+        tile_(blockIdx.x / p.splits) {
+    unit = first_;
+    begin();
+  }
   __device__ bool inside() const { return tile_ < p_.tiles(); }
   // Whether it came to another tile.
   __device__ bool next() {
-    if (++unit < p_.units) return false;
-    unit = 0;
+    if (++unit < end_) return false;
+    unit = first_;
     next_tile();
     return true;
   }
   __device__ void next_tile() {
-    tile_ += gridDim.x;
+    tile_ += gridDim.x / p_.splits;
     begin();
   }
 
@@ -123,59 +137,77 @@ class Cursor {
   }
 
   const Problem& p_;
+  const int first_, end_;
   uint32_t tile_;
 };
 
-// A warp decodes 32 rows: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that lanes 2 c and 2 c + 1 of a fragment have
-// (packed_weight.h).  Codes are loaded to registers two units before, factors, a piece by each lane, to shared memory.
+// Codes that are multiplied by their scales without an error: what packed_gemm_sm90.cuh does of Minima::kScaled, as Folding.
+template <class T>
+struct Scaling {
+  static constexpr bool kAdds = false;
+  struct Factors {
+    float2 scale;
+
+    __device__ Factors(const PackedWeight& w, float, const FactorPlaces& at)
+        : scale(load_two_scales<Fold::kAny, false>(at.scales, at.supers, w.scales_kind)) {}
+    __device__ uint32_t scales(float2) const { return pack_pair<T>(scale.x, scale.y); }
+    __device__ uint32_t minima(float2) const { return 0; }
+  };
+  __device__ static uint32_t middle(uint32_t) { return 0; }
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t,
+                                  const EntriesOf<T, CodeKind::kTable16>&) {
+    Codes<T, CodeKind::kTable16>::fragment_scaled(a, words, j, {twice(scales, 0), twice(scales, 1)});
+  }
+};
+
+// Two groups of four warps decode units by turns, a warp 32 rows: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that
+// lanes 2 c and 2 c + 1 of a fragment have (packed_weight.h).  What a warp decodes next is on its way meanwhile: codes to registers,
+// factors, a piece by each lane, to shared memory.
 template <class S>
 class Decoder {
   using T = typename S::Element;
-  static constexpr int kPlanes = S::Code::kPlanes;
+  static constexpr int kPlanes = S::Code::kPlanes, kGroups = 2;
 
  public:
-  // warp: of four
+  // warp: of eight
   __device__ Decoder(const Problem& p, uint32_t shared, int warp)
       : p_(p),
         shared_(shared),
-        factors_(shared + kFactorsAt + warp * 2 * p.pieces * 16),
-        warp_(warp),
+        factors_(shared + kFactorsAt + warp * p.pieces * 16),
+        warp_(warp % 4),
         b_(threadIdx.x % 32 / 16),
         c_(threadIdx.x % 16 / 8),
         g_(threadIdx.x % 8),
         entries_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)),
-        ahead_(p) {
+        at_(p) {
     global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * entries_.unit();
+    if (warp / 4 == 1) {
+      at_.next();
+      x_.next();
+      w_.next();
+    }
   }
 
   __device__ bool are_octets() const { return entries_.are_octets(); }
 
-  // kSteps: 0: p.steps, which is not known when compiled
-  template <Fold kFold, int kSteps>
+  // kBytes: factors are bytes; kSteps: 0: p.steps, which is not known when compiled
+  template <class Folds, bool kBytes, int kSteps>
   __device__ __forceinline__ void run() {
+    if (!at_.inside()) return;
     find();
-    load(words_[0], 0);
-    load(words_[1], 1);
-    int slot = 0;
+    load_factors();
+    load_codes();
 #pragma unroll 1
-    for (Cursor at(p_); at.inside(); at.next(), slot ^= 1) {
-      if (slot == 0) {
-        run_unit<kFold, kSteps>(words_[0], 0, at);
-      } else {
-        run_unit<kFold, kSteps>(words_[1], 1, at);
-      }
-    }
+    while (at_.inside()) run_unit<Folds, kBytes, kSteps>();
   }
 
  private:
-  using Words = uint4[2][kPlanes];  // of two lanes of a fragment
-
+  // Where what this lane copies of a tile begins.
   __device__ void find() {
-    if (!ahead_.inside()) return;
     const PackedWeight& w = p_.weight;
-    const int64_t band = min(ahead_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
+    const int64_t band = min(at_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
     codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16;
-    // What this lane copies of factors: of groups [band][group][32], or of 256 columns [band][block][32]
+    // Of groups [band][group][32], or of 256 columns [band][block][32].
     int piece = threadIdx.x % 32;
     const int of_scales = p_.items * 2 * bytes_of(w.scales_kind), of_minima = p_.items * 2 * bytes_of(w.minima_kind);
     from_ = nullptr;
@@ -192,53 +224,49 @@ class Decoder {
       from_ = (w.supers && piece < 4 ? w.supers : w.lows) + band * p_.blocks * 64 + piece % 4 * 16;
     }
   }
-  // The next unit.
-  __device__ __forceinline__ void load(Words& to, int slot) {
-    if (ahead_.inside()) {
-      const int unit = ahead_.unit;
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int plane = 0; plane < kPlanes; ++plane)
-          to[n][plane] = __ldg(reinterpret_cast<const uint4*>(codes_ + plane * 512 + n * 128));
-      codes_ += kPlanes * 512;
-      const int at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
-      if (from_) cp_async_16(slot_at(slot) + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
-      if (ahead_.next()) find();
-    }
+  __device__ void load_factors() const {
+    const int unit = at_.unit, at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
+    if (from_) cp_async_16(factors_ + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
     cp_async_commit();
   }
-  __device__ uint32_t slot_at(int slot) const { return factors_ + slot * p_.pieces * 16; }
+  __device__ __forceinline__ void load_codes() {
+    const uint8_t* const from = codes_ + at_.unit * (kPlanes * 512);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane)
+        words_[n][plane] = __ldg(reinterpret_cast<const uint4*>(from + plane * 512 + n * 128));
+  }
 
   // Of a group of a unit, for rows g and 8 + g, as Folding::fragment() wants them.
-  template <Fold kFold>
-  __device__ __forceinline__ void fold(uint32_t (&own)[2], int slot, int item) const {
+  template <class Folds, bool kBytes>
+  __device__ __forceinline__ void fold(uint32_t (&own)[2], int item) const {
     const PackedWeight& w = p_.weight;
-    constexpr bool kBytes = is_of_bytes(kFold);
     const int row = 4 * g_ + 2 * b_, at = item * 32 + row;
-    const uint32_t factors = slot_at(slot);
-    const typename Folding<T, S::kKind, kFold>::Factors found(
+    const typename Folds::Factors found(
         w, global_,
-        {factors + at * (kBytes ? 1 : bytes_of(w.scales_kind)), factors + p_.supers_at + row * 2,
-         factors + p_.minima_at + at * (kBytes ? 1 : bytes_of(w.minima_kind)), factors + p_.lows_at + row * 2});
+        {factors_ + at * (kBytes ? 1 : bytes_of(w.scales_kind)), factors_ + p_.supers_at + row * 2,
+         factors_ + p_.minima_at + at * (kBytes ? 1 : bytes_of(w.minima_kind)), factors_ + p_.lows_at + row * 2});
     const float2 one = make_float2(1.0f, 1.0f);
     own[0] = found.scales(one);
     own[1] = found.minima(one);
   }
 
-  template <Fold kFold, int kSteps>
-  __device__ __forceinline__ void run_unit(Words& words, int slot, const Cursor& at) {
-    using Folds = Folding<T, S::kKind, kFold>;
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  template <class Folds, bool kBytes, int kSteps>
+  __device__ __forceinline__ void run_unit() {
+    cp_async_wait<0>();
     __syncwarp();
     const int steps = kSteps == 0 ? p_.steps : kSteps;
     uint32_t own[2][2] = {};
-    fold<kFold>(own[0], slot, steps < 4 ? c_ : 0);
-    if (kSteps == 0 ? steps == 1 : kSteps == 1) fold<kFold>(own[1], slot, 2 + c_);
-    if (warp_ == 0 && threadIdx.x % 32 == 0) ask(at);
+    fold<Folds, kBytes>(own[0], steps < 4 ? c_ : 0);
+    if (steps == 1) fold<Folds, kBytes>(own[1], 2 + c_);
+    if (warp_ == 0 && threadIdx.x % 32 == 0) ask();
     __syncwarp();
-    wait_for(shared_ + kWEmptyAt + w_.stage * 8, w_.parity ^ 1);
-    const uint32_t to = shared_ + kWAt + w_.stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_) * 16;
+    const uint32_t stage = w_.stage;
+    wait_for(shared_ + kWEmptyAt + stage * 8, w_.parity ^ 1);
+    advance();
+    if (at_.inside()) load_factors();
+    const uint32_t to = shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_) * 16;
     uint32_t scale = own[0][0], minimum = own[0][1];
     if (!Folds::kAdds) minimum = Folds::middle(scale);
 #pragma unroll
@@ -251,25 +279,34 @@ class Decoder {
         minimum = Folds::kAdds ? __shfl_sync(~0u, is_second ? own[1][1] : own[0][1], from) : Folds::middle(scale);
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) Folds::fragment(a[n], words[n], j, scale, minimum, entries_);
+      for (int n = 0; n < 2; ++n) Folds::fragment(a[n], words_[n], j, scale, minimum, entries_);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         store_shared((to ^ j * 32) + half * 8 * kLine,
                      make_uint4(a[0][half], a[0][2 + half], a[1][half], a[1][2 + half]));
     }
-    if (EARLY == 0) fence_async_proxy();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kWFullAt + w_.stage * 8);
-    w_.next();
-    load(words, slot);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kWFullAt + stage * 8);
+    if (at_.inside()) load_codes();
   }
 
-  __device__ void ask(const Cursor& at) {
+  // To the next unit of these warps.
+  __device__ void advance() {
+    bool is_new = false;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      is_new |= at_.next();
+      x_.next();
+      w_.next();
+    }
+    if (is_new && at_.inside()) find();
+  }
+
+  __device__ void ask() const {
     const uint32_t full = shared_ + kXFullAt + x_.stage * 8;
     wait_for(shared_ + kXEmptyAt + x_.stage * 8, x_.parity ^ 1);
     cluster_expect(full, kXBytes);
-    copy_box(shared_ + x_.stage * kXBytes, p_.x, {at.unit * kLine, at.token_tile * kTokens}, full);
-    x_.next();
+    copy_box(shared_ + x_.stage * kXBytes, p_.x, {at_.unit * kLine, at_.token_tile * kTokens}, full);
   }
 
   const Problem& p_;
@@ -278,12 +315,12 @@ class Decoder {
   const EntriesOf<T, S::kKind> entries_;
   Place<kXStages> x_;
   Place<kWStages> w_;
-  Cursor ahead_;  // what is loaded next
+  Cursor at_;
   const uint8_t *codes_, *from_;
   int step_;
   bool is_of_256_;
   float global_;
-  Words words_[2];
+  uint4 words_[2][kPlanes];  // of two lanes of a fragment
 };
 
 template <class T>
@@ -298,25 +335,25 @@ class Multiplier {
 #pragma unroll 1
     for (Cursor at(p_); at.inside(); at.next_tile()) {
       bool has_total = false;
-#if ONE
-      multiply(p_.units);
-#pragma unroll
-      for (float& x : sum_) x = __fmul_rn(unit, x);
-      (void)has_total;
-#else
+      const int first = p_.first_segment(), end = first + p_.segments / p_.splits;
 #pragma unroll 1
-      for (int segment = 0; segment < p_.segments; ++segment) {
+      for (int segment = first; segment < end; ++segment) {
         const int count = p_.begins[segment + 1] - p_.begins[segment];
         if (count == 0) continue;
         multiply(count);
-#pragma unroll
-        for (float& x : sum_) x = __fmul_rn(unit, x);
-        if (has_total) take_total();
-        if (segment + 1 < p_.segments) keep_total();
+        scale(unit);
+        if (has_total && first == 0) take_total();
+        if (segment + 1 < end) keep_total();
         has_total = true;
       }
-#endif
-      store(at.row_tile * kRows, at.token_tile * kTokens);
+      const int row = at.row_tile * kRows, token = at.token_tile * kTokens;
+      if (p_.splits == 1) {
+        store<0, kTokens>(row, token);
+      } else if (first == 0) {
+        exchange<0>(row, token);
+      } else {
+        exchange<1>(row, token);
+      }
     }
     if (leads()) wait_until_written();  // shared memory has to stay until it has been read
   }
@@ -325,30 +362,82 @@ class Multiplier {
   __device__ bool leads() const { return threadIdx.x % 128 == 0; }
   __device__ static void wait_until_written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
+  __device__ float& sum(int i) { return sum_[i / (kSums / 2)][i % (kSums / 2)]; }
+  __device__ void scale(float unit) {
+    if (unit == 1.0f) return;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum(i) = __fmul_rn(unit, sum(i));
+  }
+
+  __device__ uint32_t own_place(int i) const { return parked_ + i / 4 * (128 * 16) + threadIdx.x % 128 * 16; }
+
   // Sums of the segments so far: what registers do not hold lies where results are written from.
   __device__ void keep_total() {
     if (leads()) wait_until_written();
     named_barrier_sync(1 + group_, 128);
 #pragma unroll
     for (int i = 0; i < kParked; i += 4)
-      store_shared(own_place(i), make_uint4(__float_as_uint(sum_[i]), __float_as_uint(sum_[i + 1]),
-                                            __float_as_uint(sum_[i + 2]), __float_as_uint(sum_[i + 3])));
+      store_shared(own_place(i), make_uint4(__float_as_uint(sum(i)), __float_as_uint(sum(i + 1)),
+                                            __float_as_uint(sum(i + 2)), __float_as_uint(sum(i + 3))));
 #pragma unroll
-    for (int i = kParked; i < kSums; ++i) total_[i - kParked] = sum_[i];
+    for (int i = kParked; i < kSums; ++i) total_[i - kParked] = sum(i);
   }
   __device__ void take_total() {
 #pragma unroll
     for (int i = 0; i < kParked; i += 4) {
       const float4 v = load_shared_float4(own_place(i));
-      sum_[i] = __fadd_rn(v.x, sum_[i]);
-      sum_[i + 1] = __fadd_rn(v.y, sum_[i + 1]);
-      sum_[i + 2] = __fadd_rn(v.z, sum_[i + 2]);
-      sum_[i + 3] = __fadd_rn(v.w, sum_[i + 3]);
+      sum(i) = __fadd_rn(v.x, sum(i));
+      sum(i + 1) = __fadd_rn(v.y, sum(i + 1));
+      sum(i + 2) = __fadd_rn(v.z, sum(i + 2));
+      sum(i + 3) = __fadd_rn(v.w, sum(i + 3));
     }
 #pragma unroll
-    for (int i = kParked; i < kSums; ++i) sum_[i] = __fadd_rn(total_[i - kParked], sum_[i]);
+    for (int i = kParked; i < kSums; ++i) sum(i) = __fadd_rn(total_[i - kParked], sum(i));
   }
-  __device__ uint32_t own_place(int i) const { return parked_ + i / 4 * (128 * 16) + threadIdx.x % 128 * 16; }
+
+  // Of two blocks that have half of the segments each, the first those so far added, the second each: each block adds up those of half of
+  // the tokens, in order.  The ring is free: there is no other tile.
+  template <int kSplit>
+  __device__ __forceinline__ void exchange(int row, int token) {
+    constexpr int kHalf = kSums / 2, kOther = 1 - kSplit;
+    const bool has_two = p_.segments == 4;
+    const uint32_t own = shared_ + threadIdx.x * 16, there = cluster_address(own, kOther);
+    constexpr uint32_t kStep = 2 * 128 * 16, kSecond = kHalf / 4 * kStep;
+    static_assert(2 * kSecond <= kWAt + kWStages * kWBytes && kHalf <= kParked);
+    meet_cluster();
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      const float (&x)[kHalf] = sum_[kOther];
+      store_there(there + i / 4 * kStep, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
+      if (kSplit == 1 && has_two) store_there(there + kSecond + i / 4 * kStep, load_shared_float4(own_place(i)));
+    }
+    meet_cluster();
+    float (&x)[kHalf] = sum_[kSplit];
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      const float4 v = load_shared_float4(own + i / 4 * kStep);
+      const float given[4] = {v.x, v.y, v.z, v.w};
+      float4 w = v;
+      if (has_two && kSplit == 0) w = load_shared_float4(own + kSecond + i / 4 * kStep);
+      if (has_two && kSplit == 1 && kHalf + i < kParked) w = load_shared_float4(own_place(kHalf + i));
+      const float kept[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (kSplit == 0) {
+          x[i + e] = __fadd_rn(has_two ? __fadd_rn(x[i + e], kept[e]) : x[i + e], given[e]);
+        } else {
+          const float second = kHalf + i < kParked ? kept[e] : total_[max(kHalf + i - kParked, 0) + e];
+          x[i + e] = __fadd_rn(has_two ? __fadd_rn(given[e], second) : given[e], x[i + e]);
+        }
+      }
+    }
+    store<kSplit * kTokens / 2, kTokens / 2>(row, token);
+  }
+
+  __device__ static void store_there(uint32_t to, float4 x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+  }
 
   __device__ void release(uint32_t x, uint32_t w) const {
     __syncwarp();
@@ -361,14 +450,18 @@ class Multiplier {
   __device__ __forceinline__ void begin(bool add) {
     wait_for(shared_ + kXFullAt + x_.stage * 8, x_.parity);
     wait_for(shared_ + kWFullAt + w_.stage * 8, w_.parity);
-    // What decoders have stored.  A fence of theirs would wait for the codes that they load.
-    if (EARLY) fence_async_proxy();
+    // What decoders have stored.  A fence of theirs would wait for what they load.
+    fence_async_proxy();
     const uint64_t w = wgmma_matrix(shared_ + kWAt + w_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
     const uint64_t x = wgmma_matrix(shared_ + x_.stage * kXBytes, 8 * kLine);
     wgmma_begin();
+    // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      Wgmma<T, kTokens>::ss(sum_, wgmma_further(w, 32 * j), wgmma_further(x, 32 * j), j > 0 || add);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        Wgmma<T, kTokens / 2>::ss(sum_[half], wgmma_further(w, 32 * j), wgmma_further(x, 32 * j + half * (kXBytes / 2)),
+                                  j > 0 || add);
     wgmma_commit();
   }
 
@@ -392,8 +485,9 @@ class Multiplier {
     w_.next();
   }
 
-  // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once.
-  __device__ __forceinline__ void store(int row, int token) const {
+  // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once, of so many from the first on.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void store(int row, int token) {
     const int lane = threadIdx.x % 32, first_row = row + group_ * 64;
     const int line = lane / 16 * 8 + lane % 8, chunk = warp_ % 4 * 2 + lane / 8 % 2;
     float bias[2] = {};
@@ -403,7 +497,7 @@ class Multiplier {
       if (p_.bias && own < p_.weight.n) bias[i] = to_float(static_cast<const T*>(p_.bias)[own]);
     }
 #pragma unroll
-    for (int piece = 0; piece < kTokens / kPiece; ++piece) {
+    for (int piece = 0; piece < kCount / kPiece; ++piece) {
       const uint32_t to = parked_ + piece % 2 * kPieceBytes;
       if (leads()) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
       named_barrier_sync(1 + group_, 128);
@@ -412,14 +506,14 @@ class Multiplier {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float* const two = sum_ + (piece * kPiece + sixteen) / 2 + 2 * i;
-          pairs[i] = pack_pair<T>(two[0] + bias[i % 2], two[1] + bias[i % 2]);
+          const int first = (kFirst + piece * kPiece + sixteen) / 2 + 2 * i;
+          pairs[i] = pack_pair<T>(sum(first) + bias[i % 2], sum(first + 1) + bias[i % 2]);
         }
         store_transposed(to + (sixteen + line) * kLine + ((chunk ^ line % 8) << 4), pairs);
       }
       fence_async_proxy();
       named_barrier_sync(1 + group_, 128);
-      if (leads()) store_box(p_.out, {first_row * 2, token + piece * kPiece}, to);
+      if (leads()) store_box(p_.out, {first_row * 2, token + kFirst + piece * kPiece}, to);
     }
   }
 
@@ -429,25 +523,28 @@ class Multiplier {
   const uint32_t parked_;
   Place<kXStages> x_;
   Place<kWStages> w_;
-  float sum_[kSums], total_[kSums - kParked];
+  float sum_[2][kSums / 2], total_[kSums - kParked];
 };
 
-// Calls with.template operator()<fold, steps>(): steps of 16 columns of a group, 0: not known when compiled.
+// Calls with.template operator()<Folding, whether factors are bytes, steps>(): steps of 16 columns of a group, 0: not known when compiled.
 template <class S, class With>
 __device__ __forceinline__ void dispatch_steps(const Problem& p, bool are_octets, With with) {
-  dispatch_fold<S::kKind>(p.weight, p.steps, are_octets, [&]<Fold kFold>() __attribute__((always_inline)) {
-    if constexpr (is_of_bytes(kFold) && S::kKind == CodeKind::kUint8) {
-      with.template operator()<kFold, kFold == Fold::kBytes ? 1 : 2>();
-    } else if constexpr (is_of_bytes(kFold)) {
-      if (p.steps == 2) return with.template operator()<kFold, 2>();
-      with.template operator()<kFold, 1>();
-    } else if constexpr (kFold == Fold::kHalf || (kFold == Fold::kAny && S::kKind == CodeKind::kUint4)) {
-      if (p.steps == 4) return with.template operator()<kFold, 4>();
-      with.template operator()<kFold, 0>();
-    } else {
-      with.template operator()<kFold, 0>();
-    }
-  });
+  if constexpr (S::kScales) {
+    with.template operator()<Scaling<typename S::Element>, true, 0>();
+  } else {
+    dispatch_fold<S::kKind>(p.weight, p.steps, are_octets, [&]<Fold kFold>() __attribute__((always_inline)) {
+      using Folds = Folding<typename S::Element, S::kKind, kFold>;
+      if constexpr (kFold == Fold::kBytesMinima) {
+        if (p.steps == 2) return with.template operator()<Folds, true, 2>();
+        with.template operator()<Folds, true, 0>();
+      } else if constexpr (kFold == Fold::kHalf) {
+        if (p.steps == 4) return with.template operator()<Folds, false, 4>();
+        with.template operator()<Folds, false, 0>();
+      } else {
+        with.template operator()<Folds, kFold == Fold::kBytes, 0>();
+      }
+    });
+  }
 }
 #endif
 
@@ -478,23 +575,31 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   if (warp >= 8) {
     give_registers<kOfDecoders>();
     Decoder<S> decoder(p, shared, warp - 8);
-    dispatch_steps<S>(p, decoder.are_octets(), [&]<Fold kFold, int kSteps>() __attribute__((always_inline)) {
-      decoder.template run<kFold, kSteps>();
-    });
+    dispatch_steps<S>(p, decoder.are_octets(),
+                      [&]<class Folds, bool kBytes, int kSteps>()
+                          __attribute__((always_inline)) { decoder.template run<Folds, kBytes, kSteps>(); });
+    if (p.splits > 1) {
+      meet_cluster();
+      meet_cluster();
+    }
   } else {
     take_registers<kOfMultipliers>();
     float unit = 1.0f;
-    const EntriesOf<typename S::Element, S::kKind> entries(
-        reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt));
-    dispatch_fold<S::kKind>(p.weight, p.steps, entries.are_octets(),
-                            [&]<Fold kFold>() { unit = Folding<typename S::Element, S::kKind, kFold>::kUnit; });
+    if constexpr (S::kScales) {
+      unit = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt));
+    } else {
+      const EntriesOf<typename S::Element, S::kKind> entries(
+          reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt));
+      dispatch_fold<S::kKind>(p.weight, p.steps, entries.are_octets(),
+                              [&]<Fold kFold>() { unit = Folding<typename S::Element, S::kKind, kFold>::kUnit; });
+    }
     Multiplier<typename S::Element>(p, shared, warp).run(unit);
   }
 #endif
 }
 
 template <class S>
-bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch) {
+bool launch_shape(const PackedGemmArgs& args, int segments, int splits, const Launch& launch) {
   using T = typename S::Element;
   const PackedWeight& w = args.weight;
   const int64_t x_stride = args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
@@ -507,6 +612,7 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.groups = static_cast<int>(w.groups());
   p.blocks = static_cast<int>((w.padded_k + 255) / 256);
   p.segments = segments;
+  p.splits = splits;
   p.steps = w.steps_of_a_group();
   p.items = 4 / p.steps;
   p.units_by = Divider(p.steps == 4 ? w.group_size / kUnit : 1);
@@ -514,7 +620,7 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.supers_at = p.minima_at + p.items * 32 * bytes_of(w.minima_kind);
   p.lows_at = p.supers_at + (w.supers ? 64 : 0);
   p.pieces = (p.lows_at + (w.lows ? 64 : 0)) / 16;
-  const uint32_t bytes = kFactorsAt + 8 * p.pieces * 16;
+  const uint32_t bytes = kFactorsAt + 8 * p.pieces * 16;  // of eight warps
   if (p.pieces > kMostPieces || bytes > kMostShared || p.groups % p.items != 0 ||
       (p.steps < 4 && w.group_size != p.steps * 16) || int64_t{p.row_tiles} * p.token_tiles > INT32_MAX)
     return false;
@@ -526,9 +632,12 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
     const int end = (p.units + 1) / 2 * i / segments * 2;
     p.begins[i] = end < p.units ? end : p.units;
   }
-  const int64_t tiles = int64_t{p.row_tiles} * p.token_tiles, sms = num_sms(launch.device);
-  launch_dependent_shared(packed_gemm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < sms ? tiles : sms)),
-                          dim3(kThreads), bytes, launch, "packed_gemm", p);
+  const int64_t blocks = int64_t{p.row_tiles} * p.token_tiles * splits, sms = num_sms(launch.device);
+  const auto kernel = packed_gemm_many_sm90_kernel<S>;
+  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+             "packed_gemm");
+  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks < sms ? blocks : sms)), dim3(kThreads),
+                  static_cast<unsigned>(splits), bytes, launch, "packed_gemm", p);
   return true;
 }
 
@@ -543,21 +652,25 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   if (args.map.rows || w.columns || args.epilogue.any || args.x_step != 1 || w.k == 0 ||
       !in_chunks(args.x, args.x_stride) || !in_chunks(args.out, args.out_stride) || w.n > INT32_MAX / 4)
     return false;
-  // Rounds of tiles: one of 256 tokens takes as long as 1.7 of 128 in packed_gemm_sm90.cuh.
+  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh, which shares few among two blocks, too.
   const int64_t row_tiles = (w.n + kRows - 1) / kRows, sms = num_sms(launch.device);
-  const auto rounds = [&](int64_t tokens) {
-    return (row_tiles * ((args.num_rows + tokens - 1) / tokens) + sms - 1) / sms;
-  };
-  if (CHOOSE && 9 * rounds(kTokens) > 5 * rounds(128)) return false;
+  const auto tiles = [&](int64_t tokens) { return row_tiles * ((args.num_rows + tokens - 1) / tokens); };
+  const auto rounds = [&](int64_t tokens) { return (tiles(tokens) + sms - 1) / sms; };
+  const int splits = tiles(kTokens) * 2 <= sms ? 2 : 1;
+  if (splits == 2 ? tiles(128) * 2 <= sms || w.padded_k < 1024 : 9 * rounds(kTokens) > 5 * rounds(128)) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    const auto run = [&]<CodeKind kKind, bool kScales = false>() {
+      was_launched = launch_shape<Shape<T, kKind, kScales>>(args, segments, splits, launch);
+    };
+    const bool is_table = w.codes_kind == CodeKind::kTable16;
+    if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
+      return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (CHOOSE && !is_folded(w, false)) return;
-      if (w.codes_kind == CodeKind::kUint4) was_launched = launch_shape<Shape<T, CodeKind::kUint4>>(args, segments, launch);
-      if (w.codes_kind == CodeKind::kUint8) was_launched = launch_shape<Shape<T, CodeKind::kUint8>>(args, segments, launch);
-#ifndef SMALL
-      if (w.codes_kind == CodeKind::kTable16) was_launched = launch_shape<Shape<T, CodeKind::kTable16>>(args, segments, launch);
-#endif
+      if (!is_folded(w, false)) return;
+      if (is_table) return run.template operator()<CodeKind::kTable16>();
+      if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
+      if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
     }
   });
   return was_launched;
