@@ -19,6 +19,14 @@
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm_many_sm90.h"
 
+#ifndef STAGES
+#define STAGES 3
+#define PARKED 76
+#define REGS 192
+#define ONE 0
+#define CHOOSE 1
+#endif
+
 namespace pykv {
 namespace packed_many_sm90 {
 
@@ -26,17 +34,17 @@ namespace packed_many_sm90 {
 inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
 inline constexpr int kMostSegments = 4;
 // Sums of a lane; of those of all segments so far, in shared memory.
-inline constexpr int kSums = kTokens / 2, kParked = 76;
-inline constexpr int kThreads = 4 * 128, kOfMultipliers = 192, kOfDecoders = 64;  // registers
+inline constexpr int kSums = kTokens / 2, kParked = PARKED;
+inline constexpr int kThreads = 4 * 128, kOfMultipliers = REGS, kOfDecoders = 256 - REGS;  // registers
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
-inline constexpr int kXStages = 3, kWStages = 3;
+inline constexpr int kStages = STAGES;
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
 inline constexpr uint32_t kParkedBytes = 128 * kParked * 4;  // of a warpgroup; results are written from there
 // In shared memory.
-inline constexpr uint32_t kWAt = kXStages * kXBytes, kParkedAt = kWAt + kWStages * kWBytes,
-                          kBarriersAt = kParkedAt + 2 * kParkedBytes, kXFullAt = kBarriersAt,
-                          kXEmptyAt = kXFullAt + kXStages * 8, kWFullAt = kXEmptyAt + kXStages * 8,
-                          kWEmptyAt = kWFullAt + kWStages * 8, kFactorsAt = (kWEmptyAt + kWStages * 8 + 15) / 16 * 16;
+inline constexpr uint32_t kWAt = kStages * kXBytes, kParkedAt = kWAt + kStages * kWBytes,
+                          kFullAt = kParkedAt + 2 * kParkedBytes, kEmptyAt = kFullAt + kStages * 8,
+                          kFactorsAt = kEmptyAt + kStages * 8;
+static_assert(kFactorsAt % 16 == 0);
 inline constexpr int kMostPieces = 32;  // of 16 bytes, of the factors of a unit's 32 rows
 inline constexpr uint32_t kMostShared = 227 << 10;
 static_assert(2 * kPieceBytes <= kParkedBytes);
@@ -89,10 +97,10 @@ struct Problem {
       : "memory");
 }
 
-template <int kStages>
 struct Place {
   uint32_t stage = 0, parity = 0;
-  __device__ void next() {
+
+  __device__ void advance() {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     parity ^= stage == 0;
   }
@@ -120,7 +128,7 @@ class Cursor {
   }
   __device__ bool inside() const { return tile_ < p_.tiles(); }
   // Whether it came to another tile.
-  __device__ bool next() {
+  __device__ bool advance() {
     if (++unit < end_) return false;
     unit = first_;
     next_tile();
@@ -160,13 +168,13 @@ struct Scaling {
   }
 };
 
-// Two groups of four warps decode units by turns, a warp 32 rows: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that
-// lanes 2 c and 2 c + 1 of a fragment have (packed_weight.h).  What a warp decodes next is on its way meanwhile: codes to registers,
-// factors, a piece by each lane, to shared memory.
+// A warp decodes half of the columns of 32 rows of a unit: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that lanes 2 c and
+// 2 c + 1 of a fragment have (packed_weight.h).  What it decodes next is on its way meanwhile: codes to registers, factors, a piece by
+// each lane, to shared memory.
 template <class S>
 class Decoder {
   using T = typename S::Element;
-  static constexpr int kPlanes = S::Code::kPlanes, kGroups = 2;
+  static constexpr int kPlanes = S::Code::kPlanes;
 
  public:
   // warp: of eight
@@ -175,30 +183,25 @@ class Decoder {
         shared_(shared),
         factors_(shared + kFactorsAt + warp * p.pieces * 16),
         warp_(warp % 4),
+        half_(warp / 4),
         b_(threadIdx.x % 32 / 16),
         c_(threadIdx.x % 16 / 8),
         g_(threadIdx.x % 8),
         entries_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)),
         at_(p) {
     global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * entries_.unit();
-    if (warp / 4 == 1) {
-      at_.next();
-      x_.next();
-      w_.next();
-    }
   }
 
   __device__ bool are_octets() const { return entries_.are_octets(); }
 
-  // kBytes: factors are bytes; kSteps: 0: p.steps, which is not known when compiled
-  template <class Folds, bool kBytes, int kSteps>
+  // kBytes: factors are bytes
+  template <class Folds, bool kBytes>
   __device__ __forceinline__ void run() {
-    if (!at_.inside()) return;
     find();
     load_factors();
     load_codes();
 #pragma unroll 1
-    while (at_.inside()) run_unit<Folds, kBytes, kSteps>();
+    while (at_.inside()) run_unit<Folds, kBytes>();
   }
 
  private:
@@ -206,7 +209,7 @@ class Decoder {
   __device__ void find() {
     const PackedWeight& w = p_.weight;
     const int64_t band = min(at_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
-    codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16;
+    codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16 + half_ * 8;
     // Of groups [band][group][32], or of 256 columns [band][block][32].
     int piece = threadIdx.x % 32;
     const int of_scales = p_.items * 2 * bytes_of(w.scales_kind), of_minima = p_.items * 2 * bytes_of(w.minima_kind);
@@ -235,7 +238,7 @@ class Decoder {
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int plane = 0; plane < kPlanes; ++plane)
-        words_[n][plane] = __ldg(reinterpret_cast<const uint4*>(from + plane * 512 + n * 128));
+        words_[n][plane] = __ldg(reinterpret_cast<const uint2*>(from + plane * 512 + n * 128));
   }
 
   // Of a group of a unit, for rows g and 8 + g, as Folding::fragment() wants them.
@@ -252,75 +255,59 @@ class Decoder {
     own[1] = found.minima(one);
   }
 
-  template <class Folds, bool kBytes, int kSteps>
+  template <class Folds, bool kBytes>
   __device__ __forceinline__ void run_unit() {
     cp_async_wait<0>();
     __syncwarp();
-    const int steps = kSteps == 0 ? p_.steps : kSteps;
-    uint32_t own[2][2] = {};
-    fold<Folds, kBytes>(own[0], steps < 4 ? c_ : 0);
-    if (steps == 1) fold<Folds, kBytes>(own[1], 2 + c_);
-    if (warp_ == 0 && threadIdx.x % 32 == 0) ask();
+    // Where groups have 16 columns, two lanes of a row have one each.
+    uint32_t own[2];
+    const bool are_small = p_.steps == 1;
+    fold<Folds, kBytes>(own, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
+    const uint32_t stage = place_.stage, full = shared_ + kFullAt + stage * 8;
+    wait_for(shared_ + kEmptyAt + stage * 8, place_.parity ^ 1);
+    if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
+      cluster_expect(full, kXBytes);
+      copy_box(shared_ + stage * kXBytes, p_.x, {at_.unit * kLine, at_.token_tile * kTokens}, full);
+    }
     __syncwarp();
-    const uint32_t stage = w_.stage;
-    wait_for(shared_ + kWEmptyAt + stage * 8, w_.parity ^ 1);
-    advance();
+    place_.advance();
+    if (at_.advance() && at_.inside()) find();
     if (at_.inside()) load_factors();
-    const uint32_t to = shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_) * 16;
-    uint32_t scale = own[0][0], minimum = own[0][1];
-    if (!Folds::kAdds) minimum = Folds::middle(scale);
+    const uint32_t to = shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < 2; ++j) {
+      const int from = are_small ? b_ * 16 + j * 8 + g_ : threadIdx.x % 32;
+      const uint32_t scale = __shfl_sync(~0u, own[0], from);
+      const uint32_t minimum = Folds::kAdds ? __shfl_sync(~0u, own[1], from) : Folds::middle(scale);
       uint32_t a[2][4];
-      if (kSteps < 4 && (kSteps == 0 || j % (kSteps + !kSteps) == 0)) {
-        const int item = steps == 4 ? 0 : j / steps, from = steps == 4 ? threadIdx.x : b_ * 16 + item % 2 * 8 + g_;
-        const bool is_second = item >= 2;
-        scale = __shfl_sync(~0u, is_second ? own[1][0] : own[0][0], from);
-        minimum = Folds::kAdds ? __shfl_sync(~0u, is_second ? own[1][1] : own[0][1], from) : Folds::middle(scale);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint4 words[kPlanes];
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane)
+          words[plane] = make_uint4(words_[n][plane].x, words_[n][plane].y, 0, 0);
+        Folds::fragment(a[n], words, j, scale, minimum, entries_);
       }
 #pragma unroll
-      for (int n = 0; n < 2; ++n) Folds::fragment(a[n], words_[n], j, scale, minimum, entries_);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        store_shared((to ^ j * 32) + half * 8 * kLine,
-                     make_uint4(a[0][half], a[0][2 + half], a[1][half], a[1][2 + half]));
+      for (int h = 0; h < 2; ++h)
+        store_shared((to ^ j * 32) + h * 8 * kLine, make_uint4(a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]));
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kWFullAt + stage * 8);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
     if (at_.inside()) load_codes();
-  }
-
-  // To the next unit of these warps.
-  __device__ void advance() {
-    bool is_new = false;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      is_new |= at_.next();
-      x_.next();
-      w_.next();
-    }
-    if (is_new && at_.inside()) find();
-  }
-
-  __device__ void ask() const {
-    const uint32_t full = shared_ + kXFullAt + x_.stage * 8;
-    wait_for(shared_ + kXEmptyAt + x_.stage * 8, x_.parity ^ 1);
-    cluster_expect(full, kXBytes);
-    copy_box(shared_ + x_.stage * kXBytes, p_.x, {at_.unit * kLine, at_.token_tile * kTokens}, full);
   }
 
   const Problem& p_;
   const uint32_t shared_, factors_;
-  const int warp_, b_, c_, g_;
+  const int warp_, half_, b_, c_, g_;
   const EntriesOf<T, S::kKind> entries_;
-  Place<kXStages> x_;
-  Place<kWStages> w_;
+  Place place_;
   Cursor at_;
   const uint8_t *codes_, *from_;
   int step_;
   bool is_of_256_;
   float global_;
-  uint4 words_[2][kPlanes];  // of two lanes of a fragment
+  uint2 words_[2][kPlanes];  // of two lanes of a fragment
 };
 
 template <class T>
@@ -336,6 +323,12 @@ class Multiplier {
     for (Cursor at(p_); at.inside(); at.next_tile()) {
       bool has_total = false;
       const int first = p_.first_segment(), end = first + p_.segments / p_.splits;
+#if ONE
+      multiply(p_.units);
+      scale(unit);
+      (void)end;
+      (void)has_total;
+#else
 #pragma unroll 1
       for (int segment = first; segment < end; ++segment) {
         const int count = p_.begins[segment + 1] - p_.begins[segment];
@@ -346,6 +339,7 @@ class Multiplier {
         if (segment + 1 < end) keep_total();
         has_total = true;
       }
+#endif
       const int row = at.row_tile * kRows, token = at.token_tile * kTokens;
       if (p_.splits == 1) {
         store<0, kTokens>(row, token);
@@ -403,7 +397,7 @@ class Multiplier {
     const bool has_two = p_.segments == 4;
     const uint32_t own = shared_ + threadIdx.x * 16, there = cluster_address(own, kOther);
     constexpr uint32_t kStep = 2 * 128 * 16, kSecond = kHalf / 4 * kStep;
-    static_assert(2 * kSecond <= kWAt + kWStages * kWBytes && kHalf <= kParked);
+    static_assert(2 * kSecond <= kWAt + kStages * kWBytes && (kHalf <= kParked || ONE));
     meet_cluster();
 #pragma unroll
     for (int i = 0; i < kHalf; i += 4) {
@@ -439,21 +433,17 @@ class Multiplier {
                  : "memory");
   }
 
-  __device__ void release(uint32_t x, uint32_t w) const {
+  __device__ void release(uint32_t stage) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive(shared_ + kXEmptyAt + x * 8);
-      mbarrier_arrive(shared_ + kWEmptyAt + w * 8);
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kEmptyAt + stage * 8);
   }
 
   __device__ __forceinline__ void begin(bool add) {
-    wait_for(shared_ + kXFullAt + x_.stage * 8, x_.parity);
-    wait_for(shared_ + kWFullAt + w_.stage * 8, w_.parity);
+    wait_for(shared_ + kFullAt + place_.stage * 8, place_.parity);
     // What decoders have stored.  A fence of theirs would wait for what they load.
     fence_async_proxy();
-    const uint64_t w = wgmma_matrix(shared_ + kWAt + w_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
-    const uint64_t x = wgmma_matrix(shared_ + x_.stage * kXBytes, 8 * kLine);
+    const uint64_t w = wgmma_matrix(shared_ + kWAt + place_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
+    const uint64_t x = wgmma_matrix(shared_ + place_.stage * kXBytes, 8 * kLine);
     wgmma_begin();
     // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
 #pragma unroll
@@ -471,18 +461,16 @@ class Multiplier {
     begin(false);
 #pragma unroll 1
     for (int unit = 1; unit < count; ++unit) {
-      const uint32_t x = x_.stage, w = w_.stage;
-      x_.next();
-      w_.next();
+      const uint32_t before = place_.stage;
+      place_.advance();
       begin(true);
       wgmma_wait<1>();
-      release(x, w);
+      release(before);
     }
     wgmma_wait<0>();
     wgmma_pin(sum_);
-    release(x_.stage, w_.stage);
-    x_.next();
-    w_.next();
+    release(place_.stage);
+    place_.advance();
   }
 
   // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once, of so many from the first on.
@@ -521,28 +509,18 @@ class Multiplier {
   const uint32_t shared_;
   const int group_, warp_;
   const uint32_t parked_;
-  Place<kXStages> x_;
-  Place<kWStages> w_;
+  Place place_;
   float sum_[2][kSums / 2], total_[kSums - kParked];
 };
 
-// Calls with.template operator()<Folding, whether factors are bytes, steps>(): steps of 16 columns of a group, 0: not known when compiled.
+// Calls with.template operator()<Folding, whether factors are bytes>().
 template <class S, class With>
-__device__ __forceinline__ void dispatch_steps(const Problem& p, bool are_octets, With with) {
+__device__ __forceinline__ void dispatch_folding(const Problem& p, bool are_octets, With with) {
   if constexpr (S::kScales) {
-    with.template operator()<Scaling<typename S::Element>, true, 0>();
+    with.template operator()<Scaling<typename S::Element>, true>();
   } else {
     dispatch_fold<S::kKind>(p.weight, p.steps, are_octets, [&]<Fold kFold>() __attribute__((always_inline)) {
-      using Folds = Folding<typename S::Element, S::kKind, kFold>;
-      if constexpr (kFold == Fold::kBytesMinima) {
-        if (p.steps == 2) return with.template operator()<Folds, true, 2>();
-        with.template operator()<Folds, true, 0>();
-      } else if constexpr (kFold == Fold::kHalf) {
-        if (p.steps == 4) return with.template operator()<Folds, false, 4>();
-        with.template operator()<Folds, false, 0>();
-      } else {
-        with.template operator()<Folds, kFold == Fold::kBytes, 0>();
-      }
+      with.template operator()<Folding<typename S::Element, S::kKind, kFold>, is_of_bytes(kFold)>();
     });
   }
 }
@@ -556,14 +534,9 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   have_ready(shared);
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < kXStages; ++i) {
-      mbarrier_init(shared + kXFullAt + i * 8, 1);
-      mbarrier_init(shared + kXEmptyAt + i * 8, 8);
-    }
-#pragma unroll
-    for (int i = 0; i < kWStages; ++i) {
-      mbarrier_init(shared + kWFullAt + i * 8, 4);
-      mbarrier_init(shared + kWEmptyAt + i * 8, 8);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(shared + kFullAt + i * 8, 1 + 8);
+      mbarrier_init(shared + kEmptyAt + i * 8, 8);
     }
     fence_async_proxy();
     prefetch_map(p.x);
@@ -575,9 +548,9 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   if (warp >= 8) {
     give_registers<kOfDecoders>();
     Decoder<S> decoder(p, shared, warp - 8);
-    dispatch_steps<S>(p, decoder.are_octets(),
-                      [&]<class Folds, bool kBytes, int kSteps>()
-                          __attribute__((always_inline)) { decoder.template run<Folds, kBytes, kSteps>(); });
+    dispatch_folding<S>(p, decoder.are_octets(),
+                        [&]<class Folds, bool kBytes>()
+                            __attribute__((always_inline)) { decoder.template run<Folds, kBytes>(); });
     if (p.splits > 1) {
       meet_cluster();
       meet_cluster();
@@ -657,7 +630,7 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   const auto tiles = [&](int64_t tokens) { return row_tiles * ((args.num_rows + tokens - 1) / tokens); };
   const auto rounds = [&](int64_t tokens) { return (tiles(tokens) + sms - 1) / sms; };
   const int splits = tiles(kTokens) * 2 <= sms ? 2 : 1;
-  if (splits == 2 ? tiles(128) * 2 <= sms || w.padded_k < 1024 : 9 * rounds(kTokens) > 5 * rounds(128)) return false;
+  if (CHOOSE && (splits == 2 ? tiles(128) * 2 <= sms || w.padded_k < 1024 : 9 * rounds(kTokens) > 5 * rounds(128))) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, bool kScales = false>() {
@@ -667,7 +640,7 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
     if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
       return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (!is_folded(w, false)) return;
+      if (CHOOSE && !is_folded(w, false)) return;
       if (is_table) return run.template operator()<CodeKind::kTable16>();
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
