@@ -1,14 +1,13 @@
 // packed_gemm of many tokens on Hopper (sm_90a), of weights that are multiplied by the scales of their groups as they are decoded, so that
 // one sum runs on through a segment of the columns.  The same bits as from packed_gemm_sm90.cuh.
 //
-// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Two groups of four warps take turns to decode units of 64
-// columns, once for all of these tokens, to shared memory, where both operands of the matrix units lie; one of their lanes asks for x.
-// Two warpgroups multiply, and do nothing else: what they hold are the sums of a segment and those of all segments so far, which are
-// in shared memory where registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the
-// next tile is decoded.  Of few tiles, two blocks of a cluster have half of the columns each.
+// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for all of
+// these tokens, to shared memory, where both operands of the matrix units lie; one of their lanes asks for x.  Two warpgroups multiply,
+// and do nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
+// registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the next tile is decoded.
 //
-// Instructions of a warp take four to five cycles beside the matrix units, as long where two warps issue them: one group of decoding
-// warps takes longer than the products of a unit (docs/log/packed_gemm.md).
+// Four warps would decode a unit in more time than its products take: an instruction of a warp takes four to five cycles beside the
+// matrix units, but those of two warps as long together (docs/log/packed_gemm.md).
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
@@ -19,14 +18,6 @@
 #include "gemm/packed_codes.cuh"
 #include "gemm/packed_gemm_many_sm90.h"
 
-#ifndef STAGES
-#define STAGES 3
-#define PARKED 76
-#define REGS 192
-#define ONE 0
-#define CHOOSE 1
-#endif
-
 namespace pykv {
 namespace packed_many_sm90 {
 
@@ -34,10 +25,10 @@ namespace packed_many_sm90 {
 inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
 inline constexpr int kMostSegments = 4;
 // Sums of a lane; of those of all segments so far, in shared memory.
-inline constexpr int kSums = kTokens / 2, kParked = PARKED;
-inline constexpr int kThreads = 4 * 128, kOfMultipliers = REGS, kOfDecoders = 256 - REGS;  // registers
+inline constexpr int kSums = kTokens / 2, kParked = 76;
+inline constexpr int kThreads = 4 * 128, kOfMultipliers = 200, kOfDecoders = 56;  // registers
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
-inline constexpr int kStages = STAGES;
+inline constexpr int kStages = 3;
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
 inline constexpr uint32_t kParkedBytes = 128 * kParked * 4;  // of a warpgroup; results are written from there
 // In shared memory.
@@ -66,16 +57,12 @@ struct Problem {
   uint32_t row_tiles, token_tiles;
   int units, groups, blocks;      // of 64 columns; of columns; of 256 columns
   int segments;                   // of the columns, whose sums are added in order
-  int splits;                     // 2: blocks of a cluster that have half of a tile's segments each, 1: a block has all
   int begins[kMostSegments + 1];  // in units
   int steps, items;               // of 16 columns of a group in a unit; groups of a unit
   int pieces;                     // of the factors of a unit
   int minima_at, supers_at, lows_at;
 
   __device__ uint32_t tiles() const { return row_tiles * token_tiles; }
-  // Of this block.
-  __device__ int split() const { return splits == 1 ? 0 : static_cast<int>(blockIdx.x % 2); }
-  __device__ int first_segment() const { return segments / splits * split(); }
   // Tiles of eight tiles of tokens pass over the weight together: they and it stay in the L2.
   __device__ void place(uint32_t tile, int& row_tile, int& token_tile) const {
     constexpr uint32_t kTogether = 8;
@@ -106,36 +93,22 @@ struct Place {
   }
 };
 
-// All threads of the blocks of a cluster.
-__device__ inline void meet_cluster() {
-  __syncwarp();
-  cluster_announce_all();
-  cluster_wait();
-}
-
 // The units of a block's tiles, one after another.
 class Cursor {
  public:
-  int unit, row_tile = 0, token_tile = 0;
+  int unit = 0, row_tile = 0, token_tile = 0;
 
-  __device__ explicit Cursor(const Problem& p)
-      : p_(p),
-        first_(p.begins[p.first_segment()]),
-        end_(p.begins[p.first_segment() + p.segments / p.splits]),
-        tile_(blockIdx.x / p.splits) {
-    unit = first_;
-    begin();
-  }
+  __device__ explicit Cursor(const Problem& p) : p_(p), tile_(blockIdx.x) { begin(); }
   __device__ bool inside() const { return tile_ < p_.tiles(); }
   // Whether it came to another tile.
   __device__ bool advance() {
-    if (++unit < end_) return false;
-    unit = first_;
+    if (++unit < p_.units) return false;
+    unit = 0;
     next_tile();
     return true;
   }
   __device__ void next_tile() {
-    tile_ += gridDim.x / p_.splits;
+    tile_ += gridDim.x;
     begin();
   }
 
@@ -145,7 +118,6 @@ class Cursor {
   }
 
   const Problem& p_;
-  const int first_, end_;
   uint32_t tile_;
 };
 
@@ -273,7 +245,8 @@ class Decoder {
     place_.advance();
     if (at_.advance() && at_.inside()) find();
     if (at_.inside()) load_factors();
-    const uint32_t to = shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
+    const uint32_t to =
+        shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int from = are_small ? b_ * 16 + j * 8 + g_ : threadIdx.x % 32;
@@ -322,32 +295,17 @@ class Multiplier {
 #pragma unroll 1
     for (Cursor at(p_); at.inside(); at.next_tile()) {
       bool has_total = false;
-      const int first = p_.first_segment(), end = first + p_.segments / p_.splits;
-#if ONE
-      multiply(p_.units);
-      scale(unit);
-      (void)end;
-      (void)has_total;
-#else
 #pragma unroll 1
-      for (int segment = first; segment < end; ++segment) {
+      for (int segment = 0; segment < p_.segments; ++segment) {
         const int count = p_.begins[segment + 1] - p_.begins[segment];
         if (count == 0) continue;
         multiply(count);
         scale(unit);
-        if (has_total && first == 0) take_total();
-        if (segment + 1 < end) keep_total();
+        if (has_total) take_total();
+        if (segment + 1 < p_.segments) keep_total();
         has_total = true;
       }
-#endif
-      const int row = at.row_tile * kRows, token = at.token_tile * kTokens;
-      if (p_.splits == 1) {
-        store<0, kTokens>(row, token);
-      } else if (first == 0) {
-        exchange<0>(row, token);
-      } else {
-        exchange<1>(row, token);
-      }
+      store(at.row_tile * kRows, at.token_tile * kTokens);
     }
     if (leads()) wait_until_written();  // shared memory has to stay until it has been read
   }
@@ -387,50 +345,6 @@ class Multiplier {
     }
 #pragma unroll
     for (int i = kParked; i < kSums; ++i) sum(i) = __fadd_rn(total_[i - kParked], sum(i));
-  }
-
-  // Of two blocks that have half of the segments each, the first those so far added, the second each: each block adds up those of half of
-  // the tokens, in order.  The ring is free: there is no other tile.
-  template <int kSplit>
-  __device__ __forceinline__ void exchange(int row, int token) {
-    constexpr int kHalf = kSums / 2, kOther = 1 - kSplit;
-    const bool has_two = p_.segments == 4;
-    const uint32_t own = shared_ + threadIdx.x * 16, there = cluster_address(own, kOther);
-    constexpr uint32_t kStep = 2 * 128 * 16, kSecond = kHalf / 4 * kStep;
-    static_assert(2 * kSecond <= kWAt + kStages * kWBytes && (kHalf <= kParked || ONE));
-    meet_cluster();
-#pragma unroll
-    for (int i = 0; i < kHalf; i += 4) {
-      const float (&x)[kHalf] = sum_[kOther];
-      store_there(there + i / 4 * kStep, make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));
-      if (kSplit == 1 && has_two) store_there(there + kSecond + i / 4 * kStep, load_shared_float4(own_place(i)));
-    }
-    meet_cluster();
-    float (&x)[kHalf] = sum_[kSplit];
-#pragma unroll
-    for (int i = 0; i < kHalf; i += 4) {
-      const float4 v = load_shared_float4(own + i / 4 * kStep);
-      const float given[4] = {v.x, v.y, v.z, v.w};
-      float4 w = v;
-      if (has_two && kSplit == 0) w = load_shared_float4(own + kSecond + i / 4 * kStep);
-      if (has_two && kSplit == 1 && kHalf + i < kParked) w = load_shared_float4(own_place(kHalf + i));
-      const float kept[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (kSplit == 0) {
-          x[i + e] = __fadd_rn(has_two ? __fadd_rn(x[i + e], kept[e]) : x[i + e], given[e]);
-        } else {
-          const float second = kHalf + i < kParked ? kept[e] : total_[max(kHalf + i - kParked, 0) + e];
-          x[i + e] = __fadd_rn(has_two ? __fadd_rn(given[e], second) : given[e], x[i + e]);
-        }
-      }
-    }
-    store<kSplit * kTokens / 2, kTokens / 2>(row, token);
-  }
-
-  __device__ static void store_there(uint32_t to, float4 x) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                 : "memory");
   }
 
   __device__ void release(uint32_t stage) const {
@@ -473,8 +387,7 @@ class Multiplier {
     place_.advance();
   }
 
-  // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once, of so many from the first on.
-  template <int kFirst, int kCount>
+  // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once.
   __device__ __forceinline__ void store(int row, int token) {
     const int lane = threadIdx.x % 32, first_row = row + group_ * 64;
     const int line = lane / 16 * 8 + lane % 8, chunk = warp_ % 4 * 2 + lane / 8 % 2;
@@ -485,7 +398,7 @@ class Multiplier {
       if (p_.bias && own < p_.weight.n) bias[i] = to_float(static_cast<const T*>(p_.bias)[own]);
     }
 #pragma unroll
-    for (int piece = 0; piece < kCount / kPiece; ++piece) {
+    for (int piece = 0; piece < kTokens / kPiece; ++piece) {
       const uint32_t to = parked_ + piece % 2 * kPieceBytes;
       if (leads()) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
       named_barrier_sync(1 + group_, 128);
@@ -494,14 +407,14 @@ class Multiplier {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int first = (kFirst + piece * kPiece + sixteen) / 2 + 2 * i;
+          const int first = (piece * kPiece + sixteen) / 2 + 2 * i;
           pairs[i] = pack_pair<T>(sum(first) + bias[i % 2], sum(first + 1) + bias[i % 2]);
         }
         store_transposed(to + (sixteen + line) * kLine + ((chunk ^ line % 8) << 4), pairs);
       }
       fence_async_proxy();
       named_barrier_sync(1 + group_, 128);
-      if (leads()) store_box(p_.out, {first_row * 2, token + kFirst + piece * kPiece}, to);
+      if (leads()) store_box(p_.out, {first_row * 2, token + piece * kPiece}, to);
     }
   }
 
@@ -548,13 +461,9 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   if (warp >= 8) {
     give_registers<kOfDecoders>();
     Decoder<S> decoder(p, shared, warp - 8);
-    dispatch_folding<S>(p, decoder.are_octets(),
-                        [&]<class Folds, bool kBytes>()
-                            __attribute__((always_inline)) { decoder.template run<Folds, kBytes>(); });
-    if (p.splits > 1) {
-      meet_cluster();
-      meet_cluster();
-    }
+    dispatch_folding<S>(p, decoder.are_octets(), [&]<class Folds, bool kBytes>() __attribute__((always_inline)) {
+      decoder.template run<Folds, kBytes>();
+    });
   } else {
     take_registers<kOfMultipliers>();
     float unit = 1.0f;
@@ -572,7 +481,7 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
 }
 
 template <class S>
-bool launch_shape(const PackedGemmArgs& args, int segments, int splits, const Launch& launch) {
+bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch) {
   using T = typename S::Element;
   const PackedWeight& w = args.weight;
   const int64_t x_stride = args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
@@ -585,7 +494,6 @@ bool launch_shape(const PackedGemmArgs& args, int segments, int splits, const La
   p.groups = static_cast<int>(w.groups());
   p.blocks = static_cast<int>((w.padded_k + 255) / 256);
   p.segments = segments;
-  p.splits = splits;
   p.steps = w.steps_of_a_group();
   p.items = 4 / p.steps;
   p.units_by = Divider(p.steps == 4 ? w.group_size / kUnit : 1);
@@ -605,12 +513,9 @@ bool launch_shape(const PackedGemmArgs& args, int segments, int splits, const La
     const int end = (p.units + 1) / 2 * i / segments * 2;
     p.begins[i] = end < p.units ? end : p.units;
   }
-  const int64_t blocks = int64_t{p.row_tiles} * p.token_tiles * splits, sms = num_sms(launch.device);
-  const auto kernel = packed_gemm_many_sm90_kernel<S>;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-             "packed_gemm");
-  launch_clusters(kernel, dim3(static_cast<unsigned>(blocks < sms ? blocks : sms)), dim3(kThreads),
-                  static_cast<unsigned>(splits), bytes, launch, "packed_gemm", p);
+  const int64_t tiles = int64_t{p.row_tiles} * p.token_tiles, sms = num_sms(launch.device);
+  launch_dependent_shared(packed_gemm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < sms ? tiles : sms)),
+                          dim3(kThreads), bytes, launch, "packed_gemm", p);
   return true;
 }
 
@@ -625,22 +530,22 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   if (args.map.rows || w.columns || args.epilogue.any || args.x_step != 1 || w.k == 0 ||
       !in_chunks(args.x, args.x_stride) || !in_chunks(args.out, args.out_stride) || w.n > INT32_MAX / 4)
     return false;
-  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh, which shares few among two blocks, too.
+  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh.
   const int64_t row_tiles = (w.n + kRows - 1) / kRows, sms = num_sms(launch.device);
-  const auto tiles = [&](int64_t tokens) { return row_tiles * ((args.num_rows + tokens - 1) / tokens); };
-  const auto rounds = [&](int64_t tokens) { return (tiles(tokens) + sms - 1) / sms; };
-  const int splits = tiles(kTokens) * 2 <= sms ? 2 : 1;
-  if (CHOOSE && (splits == 2 ? tiles(128) * 2 <= sms || w.padded_k < 1024 : 9 * rounds(kTokens) > 5 * rounds(128))) return false;
+  const auto rounds = [&](int64_t tokens) {
+    return (row_tiles * ((args.num_rows + tokens - 1) / tokens) + sms - 1) / sms;
+  };
+  if (9 * rounds(kTokens) > 5 * rounds(128)) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, bool kScales = false>() {
-      was_launched = launch_shape<Shape<T, kKind, kScales>>(args, segments, splits, launch);
+      was_launched = launch_shape<Shape<T, kKind, kScales>>(args, segments, launch);
     };
     const bool is_table = w.codes_kind == CodeKind::kTable16;
     if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
       return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (CHOOSE && !is_folded(w, false)) return;
+      if (!is_folded(w, false)) return;
       if (is_table) return run.template operator()<CodeKind::kTable16>();
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
