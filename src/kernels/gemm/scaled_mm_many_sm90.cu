@@ -51,7 +51,7 @@ struct ManyOperands {
   Problem p;
   int m, n, blocks;
   bool in_blocks, is_bfloat16;
-  uint32_t row_bytes;                                  // of a's in a stage
+  uint32_t row_bytes, band;                            // of groups: of a's in a stage; see for_tiles()
   int rows_each, columns_each, out_each, scales_each;  // lines of the maps from a group to the next
 };
 
@@ -108,19 +108,19 @@ __device__ bool find_rows(const ManyOperands& o, const int32_t* before, int row_
   return true;
 }
 
-// Tiles that are worked on at the same time share lines in the L2: those of 2048 rows, column by column.
+// Tiles that are worked on at the same time share lines in the L2: those of 2048 rows, or of a group, column by column.
 template <class S, bool kWarp, class F>
 __device__ void for_tiles(const ManyOperands& o, const int32_t* before, int team, F&& f) {
-  constexpr uint32_t kBand = 2048 / (S::kRows < 128 ? 128 : S::kRows);
+  const uint32_t most = S::kGrouped ? o.band : 16 / S::kParts;  // tiles of rows
   const uint32_t column_tiles = o.p.column_tiles;
   uint32_t row_tiles = o.p.row_tiles;
   if (S::kGrouped && o.p.counts_tiles()) row_tiles = of_warp<kWarp>(before[o.p.args.groups.count]);
 #pragma unroll 1
   for (uint32_t index = blockIdx.x + team * gridDim.x; index < row_tiles * column_tiles;
        index += gridDim.x * S::kTeams) {
-    const uint32_t band = index / (kBand * column_tiles), within = index - band * kBand * column_tiles;
-    const uint32_t height = min(kBand, row_tiles - band * kBand);
-    const int row_tile = static_cast<int>(band * kBand + within % height);
+    const uint32_t band = index / (most * column_tiles), within = index - band * most * column_tiles;
+    const uint32_t height = min(most, row_tiles - band * most);
+    const int row_tile = static_cast<int>(band * most + within % height);
     ManyTile t{row_tile * S::kRows, o.m, static_cast<int>(within / height * S::kColumns), 0};
     if constexpr (S::kGrouped)
       if (!find_rows<S, kWarp>(o, before, row_tile, t)) continue;
@@ -516,7 +516,7 @@ bool map_row_scales(ManyOperands& o, const ScaledMmArgs& args, int rows, int64_t
 
 template <class S>
 bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
-  ManyOperands o{{}, {}, {}, {}, Problem(args, launch, S::kRows, S::kColumns), 0, 0, 0, false, false, 0, 0, 0, 0, 0};
+  ManyOperands o{{}, {}, {}, {}, Problem(args, launch, S::kRows, S::kColumns), 0, 0, 0, false, false, 0, 0, 0, 0, 0, 0};
   const int64_t count = S::kGrouped ? args.groups.count : 1, matrices = args.groups.are_apart() ? count : 1;
   const int64_t tiles = int64_t{o.p.row_tiles} * o.p.column_tiles;
   o.m = static_cast<int>(args.m);
@@ -527,6 +527,8 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
   // Groups of few rows: those of others would come as well.
   const int lines = static_cast<int>(S::kGrouped && args.m < S::kRows ? (args.m + 7) / 8 * 8 : S::kRows);
   o.row_bytes = static_cast<uint32_t>(lines * kLine);
+  const int64_t of_group = args.groups.expected_rows / S::kRows;
+  o.band = static_cast<uint32_t>(of_group < 2 ? 2 : of_group > 16 ? 16 : of_group);
   // The strides of what there is one of say nothing.
   const int64_t a_stride = args.m > 1 ? args.a_stride : (args.k + 15) / 16 * 16;
   const int64_t b_stride = args.n > 1 ? args.b_along_n : (args.k + 15) / 16 * 16;
