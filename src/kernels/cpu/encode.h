@@ -211,7 +211,7 @@ class Encoder<T, Code, Rule> {
     convert(to, from, n, power, past);
   }
   // Of `count` times kPair elements, at most kWidth times, each of which is divided by 2^(exponents[i] - 127).
-  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead) const {
+  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead, bool past) const {
     const Tables tables = table_;
     const __m512i shifts = _mm512_maskz_slli_epi32(
         0xffff, _mm512_maskz_sub_epi32(0xffff, _mm512_loadu_si512(exponents), _mm512_set1_epi32(127)), kMantissa);
@@ -239,22 +239,23 @@ class Encoder<T, Code, Rule> {
       const __mmask32 small =
           _mm512_cmplt_epu16_mask(x, both(least[i])) | _mm512_cmplt_epu16_mask(y, both(least[i + 1]));
       if (small == 0) {
-        store_raw(to + i * kPair, with_signs(normal(x, i), normal(y, i + 1), first, second), false);
+        store_raw(to + i * kPair, with_signs(normal(x, i), normal(y, i + 1), first, second), past);
       } else {
-        convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
-        convert(to + (i + 1) * kPair, from + (i + 1) * kPair, kPair, static_cast<int>(exponents[i + 1]) - 127, false);
+        convert_rare(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, past);
+        convert_rare(to + (i + 1) * kPair, from + (i + 1) * kPair, kPair, static_cast<int>(exponents[i + 1]) - 127,
+                     past);
       }
     }
-    if (i < count) convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
+    if (i < count) convert_rare(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, past);
   }
   bool tables() const { return tables_; }
 
   // What 64 finite elements below the largest code need where all codes are normal: false where one is not.
-  static bool store_normal(Code* to, const T* from, __m512i least, __m512i normal) {
+  static bool store_normal(Code* to, const T* from, __m512i least, __m512i normal, bool past) {
     const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + kPair);
     const __m512i x = magnitude_of(first), y = magnitude_of(second);
     if (_mm512_cmplt_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least) != 0) return false;
-    store_raw(to, with_signs(normal_codes(x, x, normal), normal_codes(y, y, normal), first, second), false);
+    store_raw(to, with_signs(normal_codes(x, x, normal), normal_codes(y, y, normal), first, second), past);
     return true;
   }
   // From where on they are normal, in the bits of T, and their d.
@@ -283,6 +284,10 @@ class Encoder<T, Code, Rule> {
     return one_after_other(_mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-128), 0xf8));  // a | b & c
   }
 
+  // Out of line, so that what it needs is not made for all others.
+  [[gnu::noinline, gnu::cold]] void convert_rare(Code* to, const T* from, int64_t n, int power, bool past) const {
+    convert(to, from, n, power, past);
+  }
   // Where 64 elements have normal codes alone, one table does; else each is looked up in all.
   void convert(Code* to, const T* from, int64_t n, int power, bool past) const {
     const Tables tables = table_;  // which no store can change

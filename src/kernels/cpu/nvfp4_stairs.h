@@ -151,7 +151,7 @@ class Nvfp4Stairs {
   bool have(Words scales) const { return steps_.have(scales); }
 
   // Of n lines of 128 neighbours in blocks of 32, whose scales are powers of two: one staircase is that of all.
-  void of_powers(uint8_t* codes, const T* from, int64_t n, const uint8_t* exponents, int64_t ahead) const {
+  void of_powers(uint8_t* codes, const T* from, int64_t n, const uint8_t* exponents, int64_t ahead, bool past) const {
     const __m512i stairs = load_raw<__m512i>(stairs_[0]);
     const auto above = [&](const T* at, uint8_t exponent) {
       const __m512i bits = _mm512_and_si512(_mm512_loadu_si512(at), _mm512_set1_epi16(0x7fff));
@@ -166,16 +166,17 @@ class Nvfp4Stairs {
           packed(_mm512_loadu_si512(from), _mm512_loadu_si512(b), above(from, exponents[0]), above(b, exponents[1]));
       const __m512i second =
           packed(_mm512_loadu_si512(c), _mm512_loadu_si512(d), above(c, exponents[2]), above(d, exponents[3]));
-      store_line(codes, first, second);
+      store_line(codes, first, second, past);
     }
   }
 
   // Of n fours, an even number, with these scales; what lies `ahead` elements of them is asked for.
-  void operator()(uint8_t* codes, const T* const* from, int64_t n, const uint8_t* scales, int64_t ahead) const {
+  void operator()(uint8_t* codes, const T* const* from, int64_t n, const uint8_t* scales, int64_t ahead,
+                  bool past) const {
     for (int64_t i = 0; i < n; i += 2, codes += kLine, scales += 8) {
       prefetch_bytes(from[i] + ahead, kNvfp4Four * sizeof(T));
       prefetch_bytes(from[i + 1] + ahead, kNvfp4Four * sizeof(T));
-      encode(codes, from + i, scales);
+      encode(codes, from + i, scales, past);
     }
   }
 
@@ -184,13 +185,13 @@ class Nvfp4Stairs {
   static constexpr int kPart = Steps::kMantissa - 2, kParts = 32;
 
   // Two fours to a line.
-  void encode(uint8_t* codes, const T* const* from, const uint8_t* scales) const {
-    store_line(codes, encode_four(from[0], scales), encode_four(from[1], scales + 4));
+  void encode(uint8_t* codes, const T* const* from, const uint8_t* scales, bool past) const {
+    store_line(codes, encode_four(from[0], scales), encode_four(from[1], scales + 4), past);
   }
-  static void store_line(uint8_t* codes, __m512i first, __m512i second) {
+  static void store_line(uint8_t* codes, __m512i first, __m512i second, bool past) {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i bytes = _mm512_packus_epi16(first, second);
-    _mm512_storeu_si512(codes, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes));
+    store_raw(codes, _mm512_maskz_permutexvar_epi32(0xffff, order, bytes), past);
   }
 
   // Bytes in 16 bits; of 128 bits half are the first two blocks'.
