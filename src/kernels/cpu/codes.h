@@ -230,8 +230,9 @@ inline Words larger_halfwords(Words a, Words b) {
 
 // Of kWidth rows of n elements of 16 bits, a multiple of kPair: lane i is that of row i.
 template <class T>
-inline Words largest_of_rows(const T* from, int64_t n) {
+[[gnu::always_inline]] inline Words largest_of_rows(const T* from, int64_t n) {
   Words v[kWidth];
+#pragma GCC unroll 16
   for (int64_t g = 0; g < kWidth; ++g, from += n) {
     Words largest = load_raw<Words>(from) & 0x7fff7fffu;
     for (int64_t i = kPair; i < n; i += kPair)
@@ -275,6 +276,8 @@ void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t 
 #if defined(__AVX512BW__)
     if constexpr (sizeof(T) == 2) {
       if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+      if (n == kPair && rows == kWidth) return largest_of_rows(from, kPair);
+      if (n == 4 * kPair && rows == kWidth) return largest_of_rows(from, 4 * kPair);
       if (n % kPair == 0 && rows == kWidth) return largest_of_rows(from, n);
     }
 #endif

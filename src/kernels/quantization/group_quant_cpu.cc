@@ -163,7 +163,8 @@ struct Scales {
   }
   void find_e4m3(Floats most, float global, float target) {
     const Floats wanted = global * (most * (1.0f / target));
-    const Words code = wanted == wanted ? narrow_e4m3<Floats, Words>(abs(wanted)) & 0x7fu : Words{};
+    const Words within = __builtin_bit_cast(Words, lesser(abs(wanted), splat(448.0f)));
+    const Words code = wanted == wanted ? narrow_finite<3, 7, 8, Floats, Words>(within) & 0x7fu : Words{};
     const Words sign = global < 0.0f ? Words{} + 0x80u : Words{};
     const Words all = code == 0u ? Words{} : code | sign;
     __builtin_memcpy(stored, &all, sizeof all);
@@ -195,17 +196,14 @@ class BlockTables<T> {
     if (!there_ || count != kWidth) return false;
     const Words stored = load_raw<Words>(scales.stored) & (mx_ ? 0xffu : 0x7fu);
     if (!all_below(load(inside), INFINITY) || !stairs_.have(stored)) return false;
-    uint8_t bytes[kWidth];
-    const Bytes some = narrow_to_bytes(stored);
-    __builtin_memcpy(bytes, &some, sizeof some);
     if (mx_) {
-      stairs_.of_powers(codes, from, kWidth / 4, bytes, kAhead<T>, past);
+      stairs_.of_powers(codes, from, kWidth / 4, scales.stored, kAhead<T>, past);
       return true;
     }
     constexpr int kFours = kWidth / 4;
     const T* places[kFours];
     for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, kFours, bytes, kAhead<T>, past);
+    stairs_(codes, places, kFours, scales.stored, kAhead<T>, past);
     return true;
   }
 
