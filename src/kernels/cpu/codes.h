@@ -116,27 +116,6 @@ class NormalE4M3 {
 };
 #endif
 
-// inside: no product is NaN, infinite or above the largest code.
-template <class T>
-inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside) {
-  switch (kind) {
-    case QuantCode::kE4M3:
-#if defined(__AVX512BW__)
-      if constexpr (__is_same(T, bf16))
-        if (factor > 0.0f && factor <= __FLT_MAX__)
-          return inside ? multiply_to_e4m3<true>(to, from, n, factor) : multiply_to_e4m3<false>(to, from, n, factor);
-#endif
-      return inside ? multiply_to_codes<InsideE4M3>(to, from, n, factor) : multiply_to_codes<e4m3>(to, from, n, factor);
-    case QuantCode::kE5M2:
-      return multiply_to_codes<e5m2>(to, from, n, factor);
-    case QuantCode::kInt8Truncated:
-      return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
-    default:
-      return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)
-                    : multiply_to_codes<int8_t>(to, from, n, factor);
-  }
-}
-
 #if defined(__AVX512BW__)
 // int8 of 16-bit numbers times a factor, plus a zero point, where no product is so large that its integer would not fit into 16
 // bits with it; kAway: halves are rounded away from zero.  20 instructions for 64 bf16 that need no zero point, but for what
@@ -166,6 +145,32 @@ template <bool kAway, bool kShifted, class T>
   });
 }
 #endif
+
+// inside: no product is NaN, infinite or above the largest code.  past: lines that are whole may go past the caches.
+template <class T>
+inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside,
+                        [[maybe_unused]] bool past = false) {
+  switch (kind) {
+    case QuantCode::kE4M3:
+#if defined(__AVX512BW__)
+      if constexpr (__is_same(T, bf16))
+        if (factor > 0.0f && factor <= __FLT_MAX__)
+          return inside ? multiply_to_e4m3<true>(to, from, n, factor) : multiply_to_e4m3<false>(to, from, n, factor);
+#endif
+      return inside ? multiply_to_codes<InsideE4M3>(to, from, n, factor) : multiply_to_codes<e4m3>(to, from, n, factor);
+    case QuantCode::kE5M2:
+      return multiply_to_codes<e5m2>(to, from, n, factor);
+    case QuantCode::kInt8Truncated:
+      return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
+    default:
+#if defined(__AVX512BW__)
+      if constexpr (sizeof(T) == 2)
+        if (inside) return int8_codes<false, false>(static_cast<i8*>(to), from, n, past, factor, 0);
+#endif
+      return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)
+                    : multiply_to_codes<int8_t>(to, from, n, factor);
+  }
+}
 
 // Codes of numbers times a factor, plus a zero point.
 template <class T>

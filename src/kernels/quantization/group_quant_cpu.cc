@@ -373,15 +373,10 @@ class Groups {
 
   // E4M3 of bf16 by tables, where the scale is a power of two.
   void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside, bool past) const {
-#if defined(__AVX512BW__)
-    if constexpr (sizeof(T) == 2)
-      if (args_.codes == QuantCode::kInt8 && is_inside(inside))
-        return int8_codes<false, false>(reinterpret_cast<i8*>(to), x, n, past, scale.factor, 0);
-#endif
     if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
       return;
-    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
+    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside), past);
   }
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.
