@@ -269,6 +269,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
+  const bool can_have_stages =
+      !S::kFolds || (S::kHasStages && w.minima_kind == MinimumKind::kNone && w.scales_kind == ScaleKind::kF16);
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,
@@ -294,7 +296,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .segments = segments,
             .splits = splits,
             .each = segments / splits / S::kParts,
-            .steps = S::kFolds || (w.group_size % kColumns != 0 && w.groups() > 1) ? w.steps_of_a_group() : 8,
+            .steps = can_have_stages && (w.group_size % kColumns == 0 || w.groups() <= 1) ? 8 : w.steps_of_a_group(),
             .items = 0,
             .stages = 0,
             .stage_bytes = 0,
