@@ -529,7 +529,6 @@ struct Folding {
   // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
   // inverse of that would be too large.
   static constexpr float kUnit = kIsExact ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
-  static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
 
   // s and m of a group for rows g and 8 + g.
   struct Factors {
