@@ -498,13 +498,15 @@ bool join_lines(int64_t count, int64_t group, int64_t stride, int64_t lines, int
   return all <= INT32_MAX;
 }
 
-// Scales of rows as floats side by side, of which a column of a tile is a box; what is outside is zero.
+// Scales of rows as floats side by side, of which a column of a tile is a box; what is outside is zero.  A box has to begin at a multiple
+// of 16 bytes (another is an illegal instruction), which groups that begin anywhere do not.
 bool map_row_scales(ManyOperands& o, const ScaledMmArgs& args, int rows, int64_t matrices) {
   const MmScales& s = args.a_scales;
   const auto encode = tensor_map_encoder();
   const int64_t alone = matrices > 1 ? s.group : (args.m + 3) / 4 * 4, stride = args.blocks() > 1 ? s.block : alone;
   int64_t lines;
-  if (!encode || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {})) return false;
+  if (!encode || args.groups.begins.data || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {}))
+    return false;
   if (!join_lines(matrices, s.group, stride, args.blocks(), o.scales_each, lines)) return false;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(args.m), static_cast<cuuint64_t>(lines)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 4};
