@@ -7,9 +7,10 @@
 // sums of groups are multiplied by: of whatever kind scales are, the multiplying warps read floats.  They also copy rows of x that a
 // tensor map cannot describe (packed_feed_sm90.cuh).
 //
-// Integers in small groups and tables are multiplied by their scales as they are decoded (Folding in packed_codes.cuh): then warps
-// copy factors as they are stored, and the multiplying warps make pairs of 16 bits of them.  Of float16, what the factors of 128
-// columns have in common is found first, but for those of bytes, where that is a power of two for 256 columns.
+// Integers in small groups, tables, and int4 with scales of float16 where x is bfloat16, are multiplied by their scales as they are
+// decoded (Folding in packed_codes.cuh): then warps copy factors as they are stored, and the multiplying warps make pairs of 16 bits
+// of them.  Of float16, what the factors of 128 columns have in common is found first, but for those of bytes, where that is a power
+// of two for 256 columns.
 //
 // Of many experts with many tokens each, blocks walk over tiles of int4: the ring is filled for the next while results of one are
 // written, and these are rounded before they are exchanged.
