@@ -561,7 +561,7 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
     if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
       return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (!is_folded(w, false)) return;
+      if (!is_folded<T>(w, false)) return;
       if (is_table) return run.template operator()<CodeKind::kTable16>();
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
