@@ -23,10 +23,16 @@ struct Product {
     return Floats{};
   }
 
-  void store(int64_t row, int64_t column, int count, Floats sums) const {
+  void ask_b(int64_t row, int64_t block) const {
+    const B* const from = static_cast<const B*>(args.b) + row * args.b_stride + block * kBlock * args.b_step;
+    for (int i = 0; i < kBlock; i += 64 / sizeof(B)) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  struct OfColumns {};
+  OfColumns of_columns(int64_t, int) const { return {}; }
+  void store(int64_t row, int64_t column, int count, Floats sums, OfColumns) const {
     dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
-      T* const to = static_cast<T*>(args.out) + row * args.out_stride + column;
-      for (int c = 0; c < count; ++c) to[c] = from_float<T>(sums[c]);
+      store_columns(static_cast<T*>(args.out) + row * args.out_stride + column, sums, count);
     });
   }
 

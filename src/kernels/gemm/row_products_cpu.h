@@ -11,10 +11,13 @@
 //   unpack_a(row, block, to, stride): writes a block, zeros past k, vectors `stride` elements apart
 //   unpack_b(row, block, to, stride): and returns what sums have too much, lane by lane
 //   a_scale(row, block), b_scale(row, block), if kScaled: the latter of kColumns rows of b alike
-//   store(row, column, count, sums): of kColumns columns, the first `count` of which are there
+//   ask_b(row, block): for what unpack_b reads later
+//   of_columns(column, count): what store wants to know of kColumns columns, the first `count` of which are there
+//   store(row, column, count, sums, of_columns)
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cpu/parallel.h"
@@ -25,7 +28,7 @@ namespace pykv::PYKV_ISA {
 constexpr int kBlock = 128;                           // of k
 constexpr int kColumns = kWidth == 16 ? 8 : 4;        // of the result, and
 constexpr int kTileRows = 3;                          // rows of it that are summed together
-constexpr int64_t kMostRows = 126, kRowBytes = 1 << 19;  // of a, at a time
+constexpr int64_t kMostRows = 126, kRowBytes = 1 << 20;  // of a, at a time
 
 struct FloatWay {
   using Element = float;
@@ -49,31 +52,39 @@ struct PairWay {
 using PairWay = FloatWay;
 #endif
 
-// Sums of the lanes of each vector, side by side, in the first lanes.
-template <int kCount, class V>
+// Of lanes kStride apart: sums of a where kStride is not in the lane's number, else of b.
+template <int kStride, class V>
+[[gnu::always_inline]] inline V sums_of_pairs(V a, V b) {
+  return [&]<int... kAt>(std::integer_sequence<int, kAt...>) __attribute__((always_inline)) {
+    constexpr auto of = [](int lane) { return static_cast<uint32_t>(lane & kStride ? kWidth : 0); };
+    const Words own = {(of(kAt) + kAt)...}, other = {(of(kAt) + (kAt ^ kStride))...};
+    return shuffle(a, b, own) + shuffle(a, b, other);
+  }(std::make_integer_sequence<int, kWidth>{});
+}
+
+// Sums of the lanes of each vector, side by side in the first lanes.
+template <int kStride = 1, int kCount, class V>
 [[gnu::always_inline]] inline V sums_of_lanes(V (&v)[kCount]) {
-  constexpr auto lanes_at = [](int stride, bool other) {
-    Words lanes = {};
-    for (int i = 0; i < kWidth; ++i) {
-      const int lane = other ? i ^ stride : i;
-      lanes[i] = static_cast<uint32_t>(i & stride ? kWidth + lane : lane);
-    }
-    return lanes;
-  };
-  int left = kCount;
-  for (int stride = 1; stride < kCount; stride *= 2) {
-    left /= 2;
-    const Words own = lanes_at(stride, false), other = lanes_at(stride, true);
-    for (int i = 0; i < left; ++i)
-      v[i] = shuffle(v[2 * i], v[2 * i + 1], own) + shuffle(v[2 * i], v[2 * i + 1], other);
+  if constexpr (kStride == kWidth) {
+    return v[0];
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < (kCount + 2 * kStride - 1) / (2 * kStride); ++i)
+      v[i] = sums_of_pairs<kStride>(v[2 * i % kCount], v[(2 * i + 1) % kCount * (kStride < kCount)]);
+    return sums_of_lanes<2 * kStride>(v);
   }
-  V all = v[0];
-  for (int stride = kCount; stride < kWidth; stride *= 2) {
-    Words other = {};
-    for (int i = 0; i < kWidth; ++i) other[i] = static_cast<uint32_t>(i ^ stride);
-    all += shuffle(all, all, other);
+}
+
+// To `count` of kColumns neighbours.
+template <class T>
+[[gnu::always_inline]] inline void store_columns(T* to, Floats v, int count) {
+  T some[kWidth];
+  store(some, v);
+  if (count == kColumns) {
+    __builtin_memcpy(to, some, kColumns * sizeof(T));
+  } else {
+    for (int c = 0; c < count; ++c) to[c] = some[c];
   }
-  return all;
 }
 
 template <class Problem>
@@ -93,9 +104,9 @@ class RowProducts {
     const int64_t fit = kRowBytes / std::max<int64_t>(1, blocks_ * kBlock * static_cast<int64_t>(sizeof(Element)));
     const int64_t most = std::clamp<int64_t>(fit / kTileRows * kTileRows, kTileRows, kMostRows);
     a_.resize(static_cast<size_t>(std::min(most, p_.m) * blocks_ * kBlock));
+    if (Problem::kScaled) a_scales_.resize(static_cast<size_t>(std::min(most, p_.m) * blocks_));
     for (first_ = 0; first_ < p_.m; first_ += most) {
       count_ = std::min(most, p_.m - first_);
-      whole_ = count_ / kTileRows * kTileRows;
       parallel_for(count_, 1, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) unpack_row(r);
       });
@@ -116,9 +127,10 @@ class RowProducts {
 
   // Of a piece, tiles, of which each is [step][row of it].
   void unpack_row(int64_t r) {
-    const int64_t rows = r < whole_ ? kTileRows : 1, tile = r / rows * rows;
+    const int64_t tile = r / kTileRows * kTileRows, rows = std::min<int64_t>(kTileRows, count_ - tile);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t piece = block / kBlocks * kBlocks;
+      if constexpr (Problem::kScaled) a_scales_[static_cast<size_t>(r * blocks_ + block)] = p_.a_scale(first_ + r, block);
       p_.unpack_a(first_ + r, block, tile_at(tile, piece) + (block - piece) * rows * kBlock + (r - tile) * Way::kStep,
                   rows * Way::kStep);
     }
@@ -142,67 +154,93 @@ class RowProducts {
         for (int i = 0; i < here; ++i) panel.scale[i] = p_.b_scale(column, block + i);
       for (int c = 0; c < kColumns; ++c)
         for (int i = 0; i < here; ++i) {
+          if (const int64_t later = block + i + kBlocks; later < blocks_) {
+            p_.ask_b(column + std::min(c, count - 1), later);
+          } else if (column + kColumns + c < p_.n) {
+            p_.ask_b(column + kColumns + c, later % kBlocks);
+          }
           const Sum excess = p_.unpack_b(column + std::min(c, count - 1), block + i,
                                          panel.b + (i * kBlock * kColumns + c * Way::kStep), kColumns * Way::kStep);
-          Sum& of_column = panel.excess[Problem::kScaled ? i : 0][c];
-          of_column = Problem::kScaled ? excess : of_column + excess;
+          if constexpr (Way::kExcess) {
+            Sum& of_column = panel.excess[Problem::kScaled ? i : 0][c];
+            of_column = Problem::kScaled ? excess : of_column + excess;
+          }
         }
       int64_t r = 0;
-      for (; r < whole_; r += kTileRows) multiply<kTileRows>(panel, r, block, here);
-      for (; r < count_; ++r) multiply<1>(panel, r, block, here);
+      for (; r + kTileRows <= count_; r += kTileRows) multiply<kTileRows>(panel, r, block, here);
+      if (count_ - r == 2) multiply<2>(panel, r, block, here);
+      if (count_ - r == 1) multiply<1>(panel, r, block, here);
     }
+    const auto columns = p_.of_columns(column, count);
     for (int64_t r = 0; r < count_; ++r) {
-      if constexpr (Way::kExcess && !Problem::kScaled)
-        for (int c = 0; c < kColumns; ++c) panel.totals[r][c] -= panel.excess[0][c];
-      p_.store(first_ + r, column, count, sums_of_lanes(panel.totals[r]));
+      Total sums[kColumns];
+#pragma GCC unroll 8
+      for (int c = 0; c < kColumns; ++c) {
+        sums[c] = panel.totals[r][c];
+        if constexpr (Way::kExcess && !Problem::kScaled) sums[c] -= panel.excess[0][c];
+      }
+      p_.store(first_ + r, column, count, sums_of_lanes(sums), columns);
     }
   }
 
-  // Rows from r on, by `here` blocks of k from `block` on.
+  // Rows from r on, by `here` blocks of k from `block` on.  Scaled sums want as many registers again.  Not inlined: what unpack_b looks
+  // codes up in would take registers.
   template <int kRows>
-  void multiply(Panel& panel, int64_t r, int64_t block, int here) const {
-    const Element* a = tile_at(r, block);
-    const Element* b = panel.b;
-    auto& totals = *reinterpret_cast<Total(*)[kRows][kColumns]>(panel.totals + r);
-    Sum sums[kRows][kColumns];
-    const auto add_block = [&]() __attribute__((always_inline)) {
-#pragma GCC unroll 1
-      for (int step = 0; step < kSteps; ++step, a += kRows * Way::kStep, b += kColumns * Way::kStep) {
-        typename Way::Vector of_a[kRows];
+  [[gnu::noinline]] void multiply(Panel& panel, int64_t r, int64_t block, int here) const {
+    constexpr int kTogether = Problem::kScaled ? kColumns / 2 : kColumns;
+    for (int first = 0; first < kColumns; first += kTogether) {
+      const Element* a = tile_at(r, block);
+      const Element* b = panel.b + first * Way::kStep;
+      const auto each = [](auto with) __attribute__((always_inline)) {
 #pragma GCC unroll 3
-        for (int i = 0; i < kRows; ++i) of_a[i] = load_raw<typename Way::Vector>(a + i * Way::kStep);
+        for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-        for (int c = 0; c < kColumns; ++c) {
-          auto of_b = load_raw<typename Way::Vector>(b + c * Way::kStep);
+          for (int c = 0; c < kTogether; ++c) with(i, c);
+      };
+      Total totals[kRows][kTogether];
+      each([&](int i, int c) { totals[i][c] = panel.totals[r + i][first + c]; });
+      for (int of_piece = 0; of_piece < here; ++of_piece) {
+        if constexpr (Problem::kScaled) {
+          Sum sums[kRows][kTogether];
+          each([&](int i, int c) { sums[i][c] = Way::kExcess ? -panel.excess[of_piece][first + c] : Sum{}; });
+          add_block(a, b, sums);
+          const float *const of_a = a_scales_.data() + r * blocks_ + block + of_piece, of_b = panel.scale[of_piece];
+          Floats scales[kRows];
+#pragma GCC unroll 3
+          for (int i = 0; i < kRows; ++i) scales[i] = splat(of_a[i * blocks_] * of_b);
+          each([&](int i, int c) { totals[i][c] += scales[i] * __builtin_convertvector(sums[i][c], Floats); });
+        } else {
+          add_block(a, b, totals);
+        }
+      }
+      each([&](int i, int c) { panel.totals[r + i][first + c] = totals[i][c]; });
+    }
+  }
+
+  template <int kRows, int kTogether>
+  [[gnu::always_inline]] static void add_block(const Element*& a, const Element*& b, Sum (&sums)[kRows][kTogether]) {
+#pragma GCC unroll 1
+    for (int step = 0; step < kSteps; ++step, a += kRows * Way::kStep, b += kColumns * Way::kStep) {
+      typename Way::Vector of_a[kRows];
+#pragma GCC unroll 3
+      for (int i = 0; i < kRows; ++i) of_a[i] = load_raw<typename Way::Vector>(a + i * Way::kStep);
+#pragma GCC unroll 8
+      for (int c = 0; c < kTogether; ++c) {
+        auto of_b = load_raw<typename Way::Vector>(b + c * Way::kStep);
 #if defined(__AVX2__)
-          if (kRows > 1) asm("" : "+v"(of_b));  // GCC would load it for each row
+        if (kRows > 1) asm("" : "+v"(of_b));  // GCC would load it for each row
 #endif
 #pragma GCC unroll 3
-          for (int i = 0; i < kRows; ++i) sums[i][c] = Way::add(sums[i][c], of_a[i], of_b);
-        }
+        for (int i = 0; i < kRows; ++i) sums[i][c] = Way::add(sums[i][c], of_a[i], of_b);
       }
-    };
-    if constexpr (Problem::kScaled) {
-      for (int i = 0; i < here; ++i) {
-        for (int t = 0; t < kRows; ++t)
-          for (int c = 0; c < kColumns; ++c) sums[t][c] = Way::kExcess ? -panel.excess[i][c] : Sum{};
-        add_block();
-        for (int t = 0; t < kRows; ++t) {
-          const Floats scale = splat(p_.a_scale(first_ + r + t, block + i) * panel.scale[i]);
-          for (int c = 0; c < kColumns; ++c) totals[t][c] += scale * __builtin_convertvector(sums[t][c], Floats);
-        }
-      }
-    } else {
-      __builtin_memcpy(sums, totals, sizeof(sums));
-      for (int i = 0; i < here; ++i) add_block();
-      __builtin_memcpy(totals, sums, sizeof(sums));
     }
   }
 
   const Problem& p_;
   const int64_t blocks_;
-  int64_t first_ = 0, count_ = 0, whole_ = 0;  // rows of a that are unpacked, and those of them in tiles of kTileRows
+  int64_t first_ = 0, count_ = 0;  // rows of a that are unpacked
   std::vector<Element> a_;
+  std::vector<float> a_scales_;  // [row][block], if kScaled
 };
 
 }  // namespace pykv::PYKV_ISA

@@ -37,14 +37,37 @@ struct Product {
   float a_scale(int64_t row, int64_t block) const { return scale_at(args.a_scales, row, block); }
   float b_scale(int64_t column, int64_t block) const { return scale_at(args.b_scales, column / kBlock, block); }
 
-  template <class Sums>
-  void store(int64_t row, int64_t column, int count, Sums sums) const {
-    float of[kColumns];
-    for (int c = 0; c < count; ++c) of[c] = kScaled ? static_cast<float>(sums[c]) : scaled(row, column + c, sums[c]);
+  void ask_b(int64_t column, int64_t block) const {
+    const uint8_t* const codes_of = args.b + column * args.b_along_n + block * kBlock * args.b_along_k;
+    for (int i = 0; i < kBlock; i += 64) __builtin_prefetch(codes_of + i, 0, 2);
+  }
+
+  struct OfColumns {
+    Floats scales, biases;
+  };
+  OfColumns of_columns(int64_t column, int count) const {
+    float scales[kWidth] = {}, biases[kWidth] = {};
+    for (int c = 0; c < count; ++c) {
+      if (!kScaled) scales[c] = scale_at(args.b_scales, column + c, 0);
+      if (args.bias)
+        dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
+          biases[c] = to_float(static_cast<const T*>(args.bias)[column + c]);
+        });
+    }
+    return {load(scales), load(biases)};
+  }
+
+  void store(int64_t row, int64_t column, int count, auto sums, const OfColumns& of) const {
+    Floats v = __builtin_convertvector(sums, Floats);
+    if (Codes::kIsInt8 && args.azp_adj) {
+      const int64_t azp = args.azp ? args.azp[row * args.azp_stride] : 1;
+      for (int c = 0; c < count; ++c)  // may pass 32 bits
+        v[c] = static_cast<float>(static_cast<int64_t>(sums[c]) - azp * args.azp_adj[(column + c) * args.azp_adj_stride]);
+    }
+    if (!kScaled) v = scale_at(args.a_scales, row, 0) * (of.scales * v);
+    if (args.bias) v += of.biases;
     dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
-      T* const to = static_cast<T*>(args.out) + row * args.out_stride + column;
-      const T* const bias = static_cast<const T*>(args.bias);
-      for (int c = 0; c < count; ++c) to[c] = from_float<T>(bias ? of[c] + to_float(bias[column + c]) : of[c]);
+      store_columns(static_cast<T*>(args.out) + row * args.out_stride + column, v, count);
     });
   }
 
@@ -56,22 +79,6 @@ struct Product {
     if (stride == 1 && count == kBlock) return from;
     for (int64_t i = 0; i < kBlock; ++i) own[i] = i < count ? from[i * stride] : uint8_t{0};
     return own;
-  }
-
-  template <class Sum>
-  float scaled(int64_t row, int64_t column, Sum sum) const {
-    float of;
-    if constexpr (Codes::kIsInt8) {
-      int64_t whole = sum;
-      if (args.azp_adj) {
-        const int64_t azp = args.azp ? args.azp[row * args.azp_stride] : 1;
-        whole -= azp * args.azp_adj[column * args.azp_adj_stride];
-      }
-      of = static_cast<float>(whole);
-    } else {
-      of = sum;
-    }
-    return scale_at(args.a_scales, row, 0) * (scale_at(args.b_scales, column, 0) * of);
   }
 };
 
