@@ -1,6 +1,5 @@
 // Twin of dense_gemm.cu.
 #include "gemm/dense_gemm.h"
-
 #include "gemm/row_products_cpu.h"
 
 namespace pykv::PYKV_ISA {
@@ -57,18 +56,14 @@ struct Product {
   }
 };
 
-template <class A, class B, class Way = FloatWay>
-void multiply(const DenseGemmArgs& args) {
-  RowProducts(Product<A, B, Way>{args}).run();
-}
-
 }  // namespace
 
 void dense_gemm_cpu(const DenseGemmArgs& args, const Launch&) {
-  if (args.a_dtype == DType::kBFloat16 && args.b_dtype == DType::kBFloat16) return multiply<bf16, bf16, PairWay>(args);
+  if (args.a_dtype == DType::kBFloat16 && args.b_dtype == DType::kBFloat16)
+    return in_quickest_way([&]<class Way>() { RowProducts(Product<bf16, bf16, Way>{args}).run(); });
   dispatch<float, f16, bf16>(args.a_dtype, [&]<class A>() {
-    if (args.b_dtype == args.a_dtype) return multiply<A, A>(args);
-    multiply<A, float>(args);
+    if (args.b_dtype != args.a_dtype) return RowProducts(Product<A, float, FloatWay>{args}).run();
+    if constexpr (!__is_same(A, bf16)) RowProducts(Product<A, A, FloatWay>{args}).run();
   });
 }
 

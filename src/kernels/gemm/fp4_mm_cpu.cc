@@ -1,14 +1,14 @@
 // Twin of fp4_mm.cu: codes times their scales are exact in bf16.
 #include "gemm/fp4_mm.h"
-
 #include "gemm/row_products_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
+template <class Way_>
 struct Product {
-  using Way = PairWay;
-  using Element = Way::Element;
+  using Way = Way_;
+  using Element = typename Way::Element;
   static constexpr bool kScaled = false;
 
   const Fp4MmArgs& args;
@@ -51,27 +51,44 @@ struct Product {
     float of_group[kBlock / kGroup] = {};
     for (int i = 0; i < count * 2 / kGroup; ++i)
       of_group[i] = to_float(e4m3{scales[args.scale_at(row, block * (kBlock / kGroup) + i)]});
-#if defined(__AVX512BF16__)
-    for (int i = 0; i < kBlock / Way::kStep; ++i, to += stride) {
-      // Two groups: 16 numbers each that a code may be, and codes, one in each half of a lane.
-      const Floats first = load(kE2M1) * of_group[2 * i], second = load(kE2M1) * of_group[2 * i + 1];
-      const __m512bh table = _mm512_cvtne2ps_pbh(second, first);
-      const Words bytes = widen(load_raw<Bytes>(from + 16 * i)), lanes = {0,  0,  0,  0,  0,  0,  0,  0,
-                                                                          16, 16, 16, 16, 16, 16, 16, 16};
-      const Words index = ((bytes | bytes << 12) & 0x000f000f) | lanes * 0x00010001;
-      const __m512i some =
-          _mm512_permutexvar_epi16(__builtin_bit_cast(__m512i, index), __builtin_bit_cast(__m512i, table));
-      __builtin_memcpy(to, &some, sizeof(some));
-    }
+    if constexpr (__is_same(Element, float)) {
+#if defined(__AVX512F__)
+      for (int i = 0; i < kBlock; i += 32) {  // of two groups the even ones, then the odd ones
+        const Words codes_of_2 = widen(load_raw<Bytes>(from + i / 2));
+        const Words second = {0, 0, 0, 0, 0, 0, 0, 0, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u, ~0u};
+        const Floats scale = select(second, splat(of_group[i / kGroup + 1]), splat(of_group[i / kGroup]));
+        for (const Words index : {codes_of_2, codes_of_2 >> 4}) {  // by four bits
+          pykv::PYKV_ISA::store(
+              to, _mm512_maskz_permutexvar_ps(0xffff, __builtin_bit_cast(__m512i, index), load(kE2M1)) * scale);
+          to += stride;
+        }
+      }
 #else
-    for (int i = 0; i < kBlock; i += kWidth, to += stride)
-      for (int j = i; j < i + kWidth; ++j) to[j - i] = kE2M1[from[j / 2] >> j % 2 * 4 & 15] * of_group[j / kGroup];
+      for (int i = 0; i < kBlock; i += kWidth, to += stride)
+        for (int j = i; j < i + kWidth; ++j) to[j - i] = kE2M1[from[j / 2] >> j % 2 * 4 & 15] * of_group[j / kGroup];
 #endif
+    } else {
+#if defined(__AVX512BF16__)
+      for (int i = 0; i < kBlock / Way::kStep; ++i, to += stride) {
+        // Two groups: 16 numbers each that a code may be, and codes, one in each half of a lane.
+        const Floats first = load(kE2M1) * of_group[2 * i], second = load(kE2M1) * of_group[2 * i + 1];
+        const __m512bh table = _mm512_cvtne2ps_pbh(second, first);
+        const Words bytes = widen(load_raw<Bytes>(from + 16 * i));
+        const Words upper = {0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
+        const Words index = ((bytes | bytes << 12) & 0x000f000f) | upper * 0x00010001;
+        const __m512i some =
+            _mm512_permutexvar_epi16(__builtin_bit_cast(__m512i, index), __builtin_bit_cast(__m512i, table));
+        __builtin_memcpy(to, &some, sizeof(some));
+      }
+#endif
+    }
   }
 };
 
 }  // namespace
 
-void fp4_mm_cpu(const Fp4MmArgs& args, const Launch&) { RowProducts(Product{args}).run(); }
+void fp4_mm_cpu(const Fp4MmArgs& args, const Launch&) {
+  in_quickest_way([&]<class Way>() { RowProducts(Product<Way>{args}).run(); });
+}
 
 }  // namespace pykv::PYKV_ISA

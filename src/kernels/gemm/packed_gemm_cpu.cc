@@ -10,13 +10,14 @@
 #include "cpu/silu.h"
 #include "gemm/packed_codes_cpu.h"
 #include "gemm/packed_gemm.h"
+#include "gemm/quick_pairs_cpu.h"
 #include "gemm/tile_map_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
-constexpr int kAhead = 16;      // units from where the codes of one token are read to where they are asked for
+constexpr int kAhead = 16;          // units from where the codes of one token are read to where they are asked for
 constexpr int64_t kChunk = 64;      // tokens that a block is decoded for
 constexpr int64_t kMostRows = 256;  // tokens whose x is kept in the order of tiles, a multiple of kChunk
 
@@ -101,7 +102,8 @@ struct InFloats {
     unrolled<4>([&](auto quarter) PYKV_ALWAYS_INLINE {
       constexpr int kFirst = 4 * quarter;
       const Words lanes = of_lanes([](int lane) { return kFirst + lane / 4 + lane % 2 * 16; });
-      const Floats first_two = shuffle(load(v), load(v + 16), lanes), others = shuffle(load(v + 32), load(v + 48), lanes);
+      const Floats first_two = shuffle(load(v), load(v + 16), lanes),
+                   others = shuffle(load(v + 32), load(v + 48), lanes);
       store(x + 4 * kFirst, select(of_lanes([](int lane) { return lane % 4 < 2 ? -1 : 0; }), first_two, others));
     });
 #else
@@ -143,7 +145,8 @@ struct InPairs {
     const Words first_two = pairs(0), second_two = pairs(32);
     unrolled<2>([&](auto part) PYKV_ALWAYS_INLINE {
       constexpr int kFirst = 4 * part;
-      const Words some = shuffle(first_two, second_two, of_lanes([](int lane) { return lane % 4 * 8 + kFirst + lane / 4; }));
+      const Words some =
+          shuffle(first_two, second_two, of_lanes([](int lane) { return lane % 4 * 8 + kFirst + lane / 4; }));
       __builtin_memcpy(x + 8 * kFirst, &some, sizeof(some));
     });
   }
@@ -199,9 +202,9 @@ struct InBytes {
         bytes |= __builtin_bit_cast(
             Words, _mm512_maskz_shuffle_epi8(~__mmask64{}, digits, __builtin_bit_cast(__m512i, places)));
       });
-      auto all = __builtin_bit_cast(
-          Words, _mm512_dpbusd_epi32(__m512i{}, _mm512_set1_epi8(static_cast<char>(Codes::kOffset)),
-                                     __builtin_bit_cast(__m512i, bytes)));
+      auto all =
+          __builtin_bit_cast(Words, _mm512_dpbusd_epi32(__m512i{}, _mm512_set1_epi8(static_cast<char>(Codes::kOffset)),
+                                                        __builtin_bit_cast(__m512i, bytes)));
       all += shuffle(all, all, of_lanes([](int lane) { return lane ^ 4; }));
       all += shuffle(all, all, of_lanes([](int lane) { return lane ^ 8; }));
       for (int c = 0; c < 4; ++c)
@@ -235,7 +238,8 @@ struct InBytes {
       whole = converted(
           __builtin_bit_cast(Integers, _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, upper, 8), sum.of[0])));
     } else {
-      whole = converted(__builtin_bit_cast(Integers, upper)) * 256.0f + converted(__builtin_bit_cast(Integers, sum.of[0]));
+      whole =
+          converted(__builtin_bit_cast(Integers, upper)) * 256.0f + converted(__builtin_bit_cast(Integers, sum.of[0]));
     }
     return whole * repeat4(reinterpret_cast<const float*>(x + kUnitsAt));
   }
@@ -633,8 +637,9 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const Codes& code
   const PackedWeight& w = args.weight;
   const int64_t most = std::min(rows.count, kMostRows), units = w.padded_k / kUnit;
   using Element = typename Way::Element;
-  const Reordered<Element> x{std::make_unique_for_overwrite<Element[]>(static_cast<size_t>(most * units * Way::kOfUnit)),
-                             std::make_unique_for_overwrite<float[]>(static_cast<size_t>(most * units * 4))};
+  const Reordered<Element> x{
+      std::make_unique_for_overwrite<Element[]>(static_cast<size_t>(most * units * Way::kOfUnit)),
+      std::make_unique_for_overwrite<float[]>(static_cast<size_t>(most * units * 4))};
   for (int64_t first = 0; first < rows.count; first += kMostRows) {
     const int64_t here = std::min(kMostRows, rows.count - first);
     reorder<T, Way>(args, rows, first, here, x);
@@ -642,8 +647,7 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const Codes& code
       parallel_for((w.n + 31) / 32, 1, [&](int64_t begin, int64_t end) {
         for (int64_t band = begin; band < end; ++band) {
           BlockSums of_blocks[2];
-          Alone<Codes, Way, Way::kVectorsAlone>(w, codes, factors, band * 2)
-              .run(x.x.get(), x.sums.get(), of_blocks);
+          Alone<Codes, Way, Way::kVectorsAlone>(w, codes, factors, band * 2).run(x.x.get(), x.sums.get(), of_blocks);
           for (int r = 0; r < 2; ++r) store<T>(args, rows, band * 2 + r, first, 1, &of_blocks[r]);
         }
       });
@@ -668,12 +672,12 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const float (&tab
   const Codes codes(table);
 #if defined(__AVX512BF16__)
   if constexpr (__is_same(T, bf16)) {
-    return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
+    if (has_quick_pairs()) return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
   } else {
     if constexpr (Codes::kHasOctets)
       if (codes.has_octets()) return multiply<T, Codes, InBytes<Codes>>(args, rows, codes, factors);
     if constexpr (Codes::kQuickPairs) {
-      bool is_exact = true;  // in bf16, as all tables are but NF4's
+      bool is_exact = has_quick_pairs();  // in bf16, as all tables are but NF4's
       for (const float entry : table) is_exact = is_exact && to_float(from_float<bf16>(entry)) == entry;
       if (is_exact) return multiply<T, Codes, InSplitPairs<Codes>>(args, rows, codes, factors);
     }

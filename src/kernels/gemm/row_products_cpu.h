@@ -22,12 +22,13 @@
 
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
+#include "gemm/quick_pairs_cpu.h"
 
 namespace pykv::PYKV_ISA {
 
-constexpr int kBlock = 128;                           // of k
-constexpr int kColumns = kWidth == 16 ? 8 : 4;        // of the result, and
-constexpr int kTileRows = 3;                          // rows of it that are summed together
+constexpr int kBlock = 128;                              // of k
+constexpr int kColumns = kWidth == 16 ? 8 : 4;           // of the result, and
+constexpr int kTileRows = 3;                             // rows of it that are summed together
 constexpr int64_t kMostRows = 126, kRowBytes = 1 << 20;  // of a, at a time
 
 struct FloatWay {
@@ -48,9 +49,16 @@ struct PairWay {
   static constexpr bool kExcess = false;
   static Sum add(Sum sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
 };
-#else
-using PairWay = FloatWay;
 #endif
+
+// Runs with<Way>() of what is exact in bf16.
+template <class With>
+void in_quickest_way(With with) {
+#if defined(__AVX512BF16__)
+  if (has_quick_pairs()) return with.template operator()<PairWay>();
+#endif
+  with.template operator()<FloatWay>();
+}
 
 // Of lanes kStride apart: sums of a where kStride is not in the lane's number, else of b.
 template <int kStride, class V>
@@ -130,7 +138,8 @@ class RowProducts {
     const int64_t tile = r / kTileRows * kTileRows, rows = std::min<int64_t>(kTileRows, count_ - tile);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t piece = block / kBlocks * kBlocks;
-      if constexpr (Problem::kScaled) a_scales_[static_cast<size_t>(r * blocks_ + block)] = p_.a_scale(first_ + r, block);
+      if constexpr (Problem::kScaled)
+        a_scales_[static_cast<size_t>(r * blocks_ + block)] = p_.a_scale(first_ + r, block);
       p_.unpack_a(first_ + r, block, tile_at(tile, piece) + (block - piece) * rows * kBlock + (r - tile) * Way::kStep,
                   rows * Way::kStep);
     }

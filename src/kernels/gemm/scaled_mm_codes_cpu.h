@@ -7,30 +7,38 @@
 namespace pykv::PYKV_ISA {
 
 // float8_e4m3fn, exact in bf16 and fp32.
+template <class Way_>
 struct E4M3Codes {
-  using Way = PairWay;
-  using Element = Way::Element;
+  using Way = Way_;
+  using Element = typename Way::Element;
   static constexpr bool kIsInt8 = false;
 
   void unpack_a(const uint8_t* codes, Element* to, int64_t stride) const {
+    if constexpr (__is_same(Element, float)) {
+      for (int i = 0; i < kBlock; i += 4 * kWidth) {
+        Floats some[4];
+        floats_(reinterpret_cast<const e4m3*>(codes) + i, some);
+        for (const Floats& v : some) store(to, v), to += stride;
+      }
+    } else {
 #if defined(__AVX512BF16__)
-    for (int i = 0; i < kBlock; i += 64, to += 2 * stride) {
-      __m512i pairs[2];
-      table_.in_order(load_raw<__m512i>(codes + i), pairs);
-      __builtin_memcpy(to, &pairs[0], sizeof(pairs[0]));
-      __builtin_memcpy(to + stride, &pairs[1], sizeof(pairs[1]));
-    }
-#else
-    for (int i = 0; i < kBlock; i += kWidth, to += stride) store(to, load(reinterpret_cast<const e4m3*>(codes) + i));
+      for (int i = 0; i < kBlock; i += 64, to += 2 * stride) {
+        __m512i pairs[2];
+        table_.in_order(load_raw<__m512i>(codes + i), pairs);
+        __builtin_memcpy(to, &pairs[0], sizeof(pairs[0]));
+        __builtin_memcpy(to + stride, &pairs[1], sizeof(pairs[1]));
+      }
 #endif
+    }
   }
   Floats unpack_b(const uint8_t* codes, Element* to, int64_t stride) const {
     unpack_a(codes, to, stride);
     return Floats{};
   }
 
-#if defined(__AVX512BF16__)
  private:
+  const FloatLoader<e4m3> floats_ = {};
+#if defined(__AVX512BF16__)
   const CodeTable table_ = bf16_table<e4m3>();
 #endif
 };

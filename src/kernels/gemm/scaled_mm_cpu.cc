@@ -1,12 +1,12 @@
 // Twin of scaled_mm.cu.
 #include "gemm/scaled_mm.h"
-
 #include "gemm/scaled_mm_codes_cpu.h"
 
 namespace pykv::PYKV_ISA {
 namespace {
 
-static_assert(kBlock == ScaledMmArgs::kBlock && kBlock % kColumns == 0);  // kColumns columns have the same scales of blocks
+static_assert(kBlock == ScaledMmArgs::kBlock &&
+              kBlock % kColumns == 0);  // kColumns columns have the same scales of blocks
 
 float scale_at(const MmScales& s, int64_t along, int64_t block) {
   const int64_t at = s.place(along, block);
@@ -50,9 +50,8 @@ struct Product {
     for (int c = 0; c < count; ++c) {
       if (!kScaled) scales[c] = scale_at(args.b_scales, column + c, 0);
       if (args.bias)
-        dispatch<float, f16, bf16>(args.out_dtype, [&]<class T>() {
-          biases[c] = to_float(static_cast<const T*>(args.bias)[column + c]);
-        });
+        dispatch<float, f16, bf16>(
+            args.out_dtype, [&]<class T>() { biases[c] = to_float(static_cast<const T*>(args.bias)[column + c]); });
     }
     return {load(scales), load(biases)};
   }
@@ -62,7 +61,8 @@ struct Product {
     if (Codes::kIsInt8 && args.azp_adj) {
       const int64_t azp = args.azp ? args.azp[row * args.azp_stride] : 1;
       for (int c = 0; c < count; ++c)  // may pass 32 bits
-        v[c] = static_cast<float>(static_cast<int64_t>(sums[c]) - azp * args.azp_adj[(column + c) * args.azp_adj_stride]);
+        v[c] =
+            static_cast<float>(static_cast<int64_t>(sums[c]) - azp * args.azp_adj[(column + c) * args.azp_adj_stride]);
     }
     if (!kScaled) v = scale_at(args.a_scales, row, 0) * (of.scales * v);
     if (args.bias) v += of.biases;
@@ -90,7 +90,7 @@ void multiply_codes(const ScaledMmArgs& args) {
 
 void multiply(const ScaledMmArgs& args) {
   if (args.is_int8) return multiply_codes<Int8Codes>(args);
-  multiply_codes<E4M3Codes>(args);
+  in_quickest_way([&]<class Way>() { multiply_codes<E4M3Codes<Way>>(args); });
 }
 
 // Rows of one group, as a product of its own.
