@@ -17,19 +17,10 @@ namespace pykv::PYKV_ISA {
 namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
-constexpr int kAhead = 16;          // units from where the codes of one token are read to where they are asked for
-constexpr int64_t kChunk = 64;      // tokens that a block is decoded for
+constexpr int kAhead = 16;      // units from where the codes of one token are read to where they are asked for
+constexpr int64_t kChunk = 64;  // tokens that a block is decoded for
+constexpr int64_t kMostAlone = kWidth == 16 ? 4 : 1;  // tokens for which a block is decoded anew each time
 constexpr int64_t kMostRows = 256;  // tokens whose x is kept in the order of tiles, a multiple of kChunk
-
-// The lanes of each step and of those after it.
-struct StepMasks {
-  uint32_t from[4][kWidth] = {};
-  constexpr StepMasks() {
-    for (int step = 0; step < 4; ++step)
-      for (int lane = 0; lane < kWidth; ++lane) from[step][lane] = lane % 4 >= step ? ~0u : 0u;
-  }
-};
-constexpr StepMasks kStepMasks;
 
 // The groups of the steps of a unit.
 struct StepGroups {
@@ -75,6 +66,18 @@ template <class Of>
   }(std::make_integer_sequence<int, kWidth>{});
 }
 
+// Of every four lanes: v[j] has numbers 0 to 3 of step j, to[k] number k of steps 0 to 3.
+[[gnu::always_inline]] inline void transpose4(const Floats (&v)[4], Floats (&to)[4]) {
+  unrolled<2>([&](auto upper) PYKV_ALWAYS_INLINE {
+    constexpr int kFirst = 2 * upper;
+    const Words turns = of_lanes([](int i) { return i % 2 * kWidth + i / 4 * 4 + kFirst + i % 4 / 2; });
+    const Floats first_two = shuffle(v[0], v[1], turns), others = shuffle(v[2], v[3], turns);
+    to[kFirst] = shuffle(first_two, others, of_lanes([](int i) { return i % 4 / 2 * kWidth + i / 4 * 4 + i % 2; }));
+    to[kFirst + 1] =
+        shuffle(first_two, others, of_lanes([](int i) { return i % 4 / 2 * kWidth + i / 4 * 4 + 2 + i % 2; }));
+  });
+}
+
 // Sums are worked out here: GCC would move the work behind the branches of factors, and what it is done with into memory.
 [[gnu::always_inline]] inline void have_ready([[maybe_unused]] Floats& v) {
 #if defined(__AVX512F__)
@@ -117,6 +120,12 @@ struct InFloats {
   static Weights decode(const Codes& codes, const uint32_t* words, int half, int h) {
     const auto tile = load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128);
     const int shift = Codes::shift(half, h);
+#if defined(__AVX512BF16__)
+    if constexpr (Codes::kQuickFloats) {
+      const auto pairs = __builtin_bit_cast(Words, codes.pair(tile, shift));
+      return {__builtin_bit_cast(Floats, pairs << 16), __builtin_bit_cast(Floats, pairs & 0xffff0000u)};
+    }
+#endif
     return {codes.element(tile, shift), codes.element(tile, shift + 16)};
   }
   using Sum = Floats;
@@ -309,7 +318,8 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
   parallel_for(count * pieces, 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t t = i / pieces, chunk = t / kChunk * kChunk, of_chunk = std::min(kChunk, count - chunk);
-      const int64_t together = t - chunk < of_chunk - of_chunk % Way::kMostTokens ? Way::kMostTokens : 1;
+      const int64_t most = count <= kMostAlone ? 1 : Way::kMostTokens;
+      const int64_t together = t - chunk < of_chunk - of_chunk % most ? most : 1;
       const int64_t place = (t - chunk) % together;
       const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
       for (int64_t unit = i % pieces * kUnits; unit < std::min(units, (i % pieces + 1) * kUnits); ++unit) {
@@ -343,40 +353,33 @@ class RowFactors {
 
   // part: of a vector of rows
   [[gnu::always_inline]] void of_unit(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
-    one(column, groups.of[0], part, s, m);
-    for (int j = 1; j < 4; ++j) {
-      if (groups.of[j] == groups.of[j - 1]) continue;
-      OfRows step_s = {}, step_m = {};
-      one(column, groups.of[j], part, step_s, step_m);
-      const Words own = load_raw<Words>(kStepMasks.from[j]);
-      for (int r = 0; r < kBlocks; ++r)
-        for (int half = 0; half < 2; ++half) {
-          s[r][half] = select(own, step_s[r][half], s[r][half]);
-          m[r][half] = select(own, step_m[r][half], m[r][half]);
-        }
+    Floats scale[4] = {}, minimum[4] = {};
+    for (int j = 0; j < 4; ++j) {
+      if (j > 0 && groups.of[j] == groups.of[j - 1]) {
+        scale[j] = scale[j - 1];
+        minimum[j] = minimum[j - 1];
+        continue;
+      }
+      scale[j] = factors_.scale(block_ >> 1, groups.of[j], column, part);
+      if (w_.minima) minimum[j] = factors_.minimum(block_ >> 1, groups.of[j], column, part, scale[j]);
     }
+    const bool is_one_group = groups.of[0] == groups.of[3];
+    by_rows(scale, is_one_group, s);
+    if (w_.minima) by_rows(minimum, is_one_group, m);
   }
 
  private:
-  // Those of one group.
-  [[gnu::always_inline]] void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
-    const Floats scale = factors_.scale(block_ >> 1, group, column, part);
-    spread(scale, s);
-    if (w_.minima) spread(factors_.minimum(block_ >> 1, group, column, part, scale), m);
-  }
-
-  // Of [g][r][half], for four steps.
-  void spread(Floats v, OfRows& to) const {
-    if constexpr (kBlocks == 2) {
-      to[0][0] = spread4<0>(v);
-      to[0][1] = spread4<1>(v);
-      to[1][0] = spread4<2>(v);
-      to[1][1] = spread4<3>(v);
+  // Of the four steps, with those of [g][r][half] in lanes.
+  [[gnu::always_inline]] void by_rows(const Floats (&v)[4], bool is_one_group, OfRows& to) const {
+    Floats of[4];
+    if (is_one_group) {
+      unrolled<4>([&](auto k) PYKV_ALWAYS_INLINE { of[k] = spread4<k>(v[0]); });
     } else {
-      const bool second = block_ & 1;
-      to[0][0] = second ? spread4<2>(v) : spread4<0>(v);
-      to[0][1] = second ? spread4<3>(v) : spread4<1>(v);
+      transpose4(v, of);
     }
+    for (int r = 0; r < kBlocks; ++r)
+      for (int half = 0; half < 2; ++half)
+        to[r][half] = kBlocks == 2 || !(block_ & 1) ? of[2 * r + half] : of[2 + half];
   }
 
   const PackedWeight& w_;
@@ -643,12 +646,15 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const Codes& code
   for (int64_t first = 0; first < rows.count; first += kMostRows) {
     const int64_t here = std::min(kMostRows, rows.count - first);
     reorder<T, Way>(args, rows, first, here, x);
-    if (here == 1) {
+    if (here <= kMostAlone) {
       parallel_for((w.n + 31) / 32, 1, [&](int64_t begin, int64_t end) {
         for (int64_t band = begin; band < end; ++band) {
-          BlockSums of_blocks[2];
-          Alone<Codes, Way, Way::kVectorsAlone>(w, codes, factors, band * 2).run(x.x.get(), x.sums.get(), of_blocks);
-          for (int r = 0; r < 2; ++r) store<T>(args, rows, band * 2 + r, first, 1, &of_blocks[r]);
+          Alone<Codes, Way, Way::kVectorsAlone> alone(w, codes, factors, band * 2);
+          for (int64_t t = 0; t < here; ++t) {
+            BlockSums of_blocks[2];
+            alone.run(x.x.get() + t * units * Way::kOfUnit, x.sums.get() + t * units * 4, of_blocks);
+            for (int r = 0; r < 2; ++r) store<T>(args, rows, band * 2 + r, first + t, 1, &of_blocks[r]);
+          }
         }
       });
       continue;
