@@ -86,6 +86,8 @@ def scaled_fp4_quant(
     """
     (*lead, n), _ = spec_of(input)
     rows, width = math.prod(lead), n if padded_n is None else padded_n
+    if n % 16 != 0:
+        raise ValueError(f"input: the last dimension must be a multiple of 16, got {n}")
     if width < n or width % 16 != 0:
         raise ValueError(f"padded_n: must be a multiple of 16 and at least {n}, got {width}")
     tile_rows = 8 if backend.startswith("trtllm") and rows <= 32 else 128

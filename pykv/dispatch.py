@@ -74,9 +74,12 @@ class Explanation:
     chosen: str | None
     reasons: Sequence[tuple[str, str]]
     plan: Sequence[str] = ()  # of attention: the kernels with their grids, and the workspace
+    device: str | None = None  # what the plan is made for; None: the device of the arrays
 
     def __str__(self) -> str:
         lines = [f"  {provider}: {reason}" for provider, reason in self.reasons]
+        if self.device:
+            lines.append(f"  on {self.device} it would be")
         lines += [f"  {line}" for line in self.plan]
         return "\n".join([f"{self.op} on {self.platform}: {self.chosen or 'no implementation'}", *lines])
 
@@ -292,8 +295,14 @@ def explain(op: str, *args: Any, device: str | None = None, **kwargs: Any) -> Ex
         kwargs: and those by name.
         device: ``"A100"``, ``"H100"`` or ``"H200"``: the plan is made for such a GPU, which need not be there, instead
             of the device of the arrays.
+
+    Raises:
+        ValueError: there is no such operation; or a device is given that is none of these, or for an operation of
+            which there is no plan.  Of attention also what the call raises.
     """
     choice = _choice_of(op)
+    if device is not None and op not in _PLANNED:
+        raise ValueError(f"device: must be None for {op}, of which there is no plan, got {device!r}")
     chosen, explanation = choice.look(args, kwargs)
     if op not in _PLANNED or chosen is None or chosen.provider != "pykv":
         return explanation
@@ -301,7 +310,7 @@ def explain(op: str, *args: Any, device: str | None = None, **kwargs: Any) -> Ex
         _C.paged_attention_only_plan(True)
         _C.paged_attention_plan_for(device)
         chosen.function(*args, **kwargs)
-        return replace(explanation, plan=tuple(_C.paged_attention_plan().splitlines()))
+        return replace(explanation, plan=tuple(_C.paged_attention_plan().splitlines()), device=device)
     finally:
         _C.paged_attention_only_plan(False)
         _C.paged_attention_plan_for(None)

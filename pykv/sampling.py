@@ -150,7 +150,8 @@ def merge_top_k(
             result is no merge then.
         shard_values: ``[num_shards, num_rows, n]`` float32, float16 or bfloat16: the logits.
         k: 1 or more.
-        first_tokens: ``[num_shards]`` int32 or int64: what is added to the indices of a shard; ``None``: 0.
+        first_tokens: ``[num_shards]`` int32 or int64: what is added to the indices of a shard; ``None``: 0.  Sums that
+            an int32 does not hold, or that are negative, are reported and left out.
         values: ``[num_rows, k]``, dtype of ``shard_values``; written with the logits, -infinity behind them.
         stream: CUDA stream; ``None``: the current one of the arrays' library.
 

@@ -7,7 +7,7 @@ first array (NumPy, CuPy or torch).  Most are pykv's own operations, which take 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pykv
 from pykv import (
@@ -197,10 +197,16 @@ __all__ = [
 apply_repetition_penalties_cuda = apply_repetition_penalties
 
 
-def _name_of(dtype: Any) -> str:
+_RESULTS: Final = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+
+
+def _name_of(argument: str, dtype: Any) -> str:
     """Of a dtype of any library, a scalar type or a string: ``torch.int8`` is ``int8``."""
     name = getattr(dtype, "__name__", None) or getattr(dtype, "name", None) or str(dtype)
-    return str(name).rpartition(".")[2]
+    name = str(name).rpartition(".")[2]
+    if name not in _RESULTS:
+        raise TypeError(f"{argument}: must be one of {', '.join(_RESULTS)}, got {dtype!r}")
+    return name
 
 
 def _codes_and_scales(
@@ -208,7 +214,7 @@ def _codes_and_scales(
 ) -> tuple[Any, Any]:
     """Of all rows of ``input``, not initialised.  Transposed scales lie in storage as ``[groups, rows]``."""
     *lead, _ = spec_of(input).shape
-    codes = empty_beside(input, (*lead, width), _name_of(quant_dtype))
+    codes = empty_beside(input, (*lead, width), _name_of("quant_dtype", quant_dtype))
     rows = 1
     for n in lead:
         rows *= n
@@ -228,7 +234,7 @@ def awq_dequantize(qweight: Array, scales: Array, zeros: Array, split_k_iters: i
 
 def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None) -> Any:
     """:func:`pykv.ggml_dequantize`, as 0.22 had it; returns ``[m, n]``, float16 by default."""
-    out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of(dtype))
+    out = empty_beside(W, (m, n), "float16" if dtype is None else _name_of("dtype", dtype))
     pykv.ggml_dequantize(out, W, quant_type)
     return out
 
@@ -261,7 +267,7 @@ def cutlass_scaled_mm_azp(
 def _product(a: Any, b: Array, out_dtype: Any) -> tuple[Any, Any]:
     """Where it goes, with the leading dimensions of ``a`` as one."""
     rows = a.reshape(-1, a.shape[-1]) if a.ndim != 2 else a
-    return empty_beside(a, (rows.shape[0], spec_of(b).shape[1]), _name_of(out_dtype)), rows
+    return empty_beside(a, (rows.shape[0], spec_of(b).shape[1]), _name_of("out_dtype", out_dtype)), rows
 
 
 def cutlass_scaled_mm_supports_fp8(cuda_device_capability: int) -> bool:
@@ -336,7 +342,7 @@ def cutlass_scaled_fp4_mm(
     a: Array, b: Array, block_scale_a: Array, block_scale_b: Array, alpha: ScalarOrArray, out_dtype: Any
 ) -> Any:
     """:func:`pykv.cutlass_scaled_fp4_mm`; returns ``[num_rows, n]`` of ``out_dtype``."""
-    out = empty_beside(a, (spec_of(a).shape[0], spec_of(b).shape[0]), _name_of(out_dtype))
+    out = empty_beside(a, (spec_of(a).shape[0], spec_of(b).shape[0]), _name_of("out_dtype", out_dtype))
     pykv.cutlass_scaled_fp4_mm(out, a, b, block_scale_a, block_scale_b, alpha)
     return out
 
@@ -349,7 +355,7 @@ def dsv3_fused_a_gemm(output: Array, mat_a: Array, mat_b: Array, enable_pdl: boo
 def dsv3_router_gemm(hidden_states: Array, router_weight: Array, output_dtype: Any) -> Any:
     """:func:`pykv.dsv3_router_gemm`, as 0.22 had it; returns ``[num_rows, num_experts]`` of ``output_dtype``."""
     shape = (spec_of(hidden_states).shape[0], spec_of(router_weight).shape[0])
-    output = empty_beside(hidden_states, shape, _name_of(output_dtype))
+    output = empty_beside(hidden_states, shape, _name_of("output_dtype", output_dtype))
     pykv.dsv3_router_gemm(output, hidden_states, router_weight)
     return output
 

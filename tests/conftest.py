@@ -16,6 +16,7 @@ from libraries import LIBRARIES, Library, Numpy
 import pykv
 from pykv._tools.samples import FAMILIES
 
+os.environ.setdefault("SKBUILD_EDITABLE_VERBOSE", "0")  # what programs print is theirs alone, not that of a rebuild
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory for itself
 
 hypothesis.settings.register_profile("pykv", deadline=None, derandomize=True, max_examples=40, print_blob=False)

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import io
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -35,7 +36,7 @@ def no_rich(monkeypatch):
 def test_the_module_runs():
     done = subprocess.run(
         [sys.executable, "-m", "pykv"],
-        env={"PYTHONPATH": ":".join(sys.path), "PYTHONSAFEPATH": "1"},
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         check=False,

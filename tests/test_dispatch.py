@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -258,7 +259,7 @@ def test_the_environment_is_read():
     program = "import pykv, numpy as np; x = np.ones((2, 8)); print(pykv.explain('relu2', x, x).chosen)"
     done = subprocess.run(
         [sys.executable, "-P" if sys.version_info >= (3, 11) else "-I", "-c", program],
-        env={"PYKV_OPS": "all,-relu2", "PYTHONPATH": ":".join(sys.path)},
+        env=os.environ | {"PYKV_OPS": "all,-relu2", "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
@@ -277,7 +278,7 @@ def test_entry_points_are_found(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), "PYTHONSAFEPATH": "1"},
+        env=os.environ | {"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), "PYTHONSAFEPATH": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from timing import Call, Case, Device, main
 
-TOKENS = [1, 64, 512, 4096]
+TOKENS = [1, 16, 64, 512, 4096]
 
 
 class Model(NamedTuple):

@@ -5,7 +5,7 @@ A change of what cuda/plan.cc decides is then a diff of that file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ TABLE = Path(__file__).with_name("plans.txt")
 ADDRESS = 1 << 20  # what a plan is made for is never looked at
 
 
-def plan(
+def call(
+    array: Callable[[str, tuple[int, ...], str], Any],  # of a parameter's name, a shape and a dtype
     *,
-    device: str | None = None,  # that need not exist; None: the GPU that is there
     seqs: int = 1,
     tokens: int = 1,  # of each sequence
     more: int = 0,  # tokens of some
@@ -31,29 +31,35 @@ def plan(
     kind: str = "auto",
     layout: str = "NHD",
     **options: Any,
-) -> Any:
-    """Of such a call."""
-
-    def array(shape: tuple[int, ...], dtype: str = dtype) -> Any:
-        return pykv.from_pointer(ADDRESS, shape, dtype, device="cpu" if device else "cuda:0")
-
+) -> dict[str, Any]:
+    """Its arguments."""
     element = dtype if kind == "auto" else "uint8"
     row = head_size * 9 // 16 if kind == "nvfp4" else head_size
     shapes = [(64, page, kv_heads, row)] * 2
     if layout == "packed":
         x = 16 // (2 if kind == "auto" else 1)
         shapes = [(64, kv_heads, head_size // x, page, x), (64, kv_heads, head_size, page)]
-    return pykv.explain(
-        "paged_attention",
-        *[array((seqs * tokens + more, heads, head_size))] * 2,
-        *(array(shape, element) for shape in shapes),
-        array((seqs, room // page), "int32"),
-        array((seqs,), "int32"),
-        cu_query_lens=None if tokens == 1 and more == 0 else array((seqs + 1,), "int32"),
-        kv_cache_dtype=kind,
-        device=device,
+    queries = (seqs * tokens + more, heads, head_size)
+    return {
+        "out": array("out", queries, dtype),
+        "query": array("query", queries, dtype),
+        "key_cache": array("key_cache", shapes[0], element),
+        "value_cache": array("value_cache", shapes[1], element),
+        "block_tables": array("block_tables", (seqs, room // page), "int32"),
+        "seq_lens": array("seq_lens", (seqs,), "int32"),
+        "cu_query_lens": None if tokens == 1 and more == 0 else array("cu_query_lens", (seqs + 1,), "int32"),
+        "kv_cache_dtype": kind,
         **options,
-    ).plan
+    }
+
+
+def plan(*, device: str | None = None, **sizes: Any) -> Any:
+    """Of such a call; ``device`` need not exist, ``None`` is the GPU that is there."""
+
+    def array(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        return pykv.from_pointer(ADDRESS, shape, dtype, device="cpu" if device else "cuda:0")
+
+    return pykv.explain("paged_attention", device=device, **call(array, **sizes)).plan
 
 
 def calls() -> Iterator[dict[str, Any]]:

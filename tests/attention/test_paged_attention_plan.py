@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention.plans import TABLE, plan, table
+from attention.plans import TABLE, call, plan, table
+from libraries import Cupy
 
 import pykv
+from pykv._libraries import numpy_dtype
 
 KERNELS = tuple(takewhile(bool, map(pykv._C.paged_attention_kernel, count())))
 
@@ -17,7 +19,7 @@ KERNELS = tuple(takewhile(bool, map(pykv._C.paged_attention_kernel, count())))
 CALLS: dict[str, dict[str, Any]] = {
     "simple": {"dtype": "float32"},
     "mma": {"layout": "packed", "seqs": 8, "tokens": 4},
-    "mma_invariant": {"kind": "fp8_e4m3", "tokens": 2048, "batch_invariant": True},
+    "mma_invariant": {"kind": "fp8_e4m3", "tokens": 2048, "room": 2048, "batch_invariant": True},
     "decode_line": {"seqs": 64, "room": 8192},
     "decode_cluster": {},
     "decode_spans": {"heads": 8, "kv_heads": 1, "room": 32768},
@@ -74,6 +76,35 @@ def test_the_gpu_takes_what_is_planned_for_its_kind(cupy: Any) -> None:
     assert {name: kernels for name, kernels in found.items() if name not in kernels} == {}
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kernel_is_launched(cupy: Any, name: str) -> None:
+    """Of values that are all alike, whatever the weights: so are the results.  Tables are wider than lengths."""
+    if int(cupy.cuda.Device().compute_capability) != 90:
+        pytest.skip("the calls are those of compute capability 9.0")
+    sizes = CALLS[name]
+    tokens, kind = sizes.get("tokens", 1), sizes.get("kind", "auto")
+    seqs = sizes.get("seqs", 1)
+    # of each byte: 1 in e4m3; 1 in e2m1, and 5 / 32 as a scale
+    byte, wanted = {"auto": (None, 1.0), "fp8_e4m3": (0x38, 1.0), "nvfp4": (0x22, 5 / 32)}[kind]
+    lens = np.minimum(tokens + 41 * np.arange(seqs), sizes.get("room", 1024)).astype(np.int32)
+    assert lens.min() >= tokens, "tokens before the first key see nothing, and give 0"
+
+    def array(parameter: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if parameter == "seq_lens":
+            return Cupy().input(lens)
+        if parameter == "cu_query_lens":
+            return Cupy().input(np.arange(seqs + 1, dtype=np.int32) * tokens)
+        if parameter == "block_tables":
+            return Cupy().input((np.arange(np.prod(shape)) % 64).reshape(shape).astype(np.int32))
+        value = 7.0 if parameter == "out" else 1.0 if byte is None or parameter == "query" else byte
+        return Cupy().output(np.full(shape, value, numpy_dtype(dtype)))
+
+    arguments = call(array, **sizes)
+    pykv.paged_attention(**arguments)
+    assert name in names(pykv._C.paged_attention_plan().splitlines())
+    np.testing.assert_allclose(Cupy().numpy(arguments["out"]).astype(np.float32), wanted, rtol=1e-2)
+
+
 def test_an_unknown_device_is_named() -> None:
     with pytest.raises(ValueError, match="device: must be one of 'A100', 'H100' and 'H200', got 'Z80'"):
         plan(device="Z80")
@@ -112,3 +143,11 @@ def test_a_plan_on_the_cpu_computes_nothing() -> None:
     pykv.paged_attention(*call)
     assert (out == 0).all(), "a plan that failed has left the thread planning"
     assert pykv.explain("rms_norm", np.ones((2, 8)), np.ones((2, 8)), None).plan == ()
+
+
+def test_a_plan_for_another_device_says_so() -> None:
+    q, cache = np.zeros((1, 4, 64), np.float16), np.zeros((4, 16, 2, 64), np.float16)
+    call = q, q, cache, cache, np.zeros((1, 4), np.int32), np.array([3], np.int32)
+    assert "\n  on H100 it would be\n  decode_cluster<" in str(pykv.explain("paged_attention", *call, device="H100"))
+    with pytest.raises(ValueError, match="device: must be None for relu2, of which there is no plan, got 'H100'"):
+        pykv.explain("relu2", q, q, device="H100")

@@ -309,7 +309,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"positions": np.zeros((4, 1), np.int64)}, ValueError, "positions: must have 1 dimensions"),
+        ({"positions": np.zeros((4, 1), np.int64)}, ValueError, "positions: must have 1 dimension"),
         ({"positions": zeros(4)}, TypeError, "positions: dtype must be int64 or int32, got float16"),
         ({"q_pe": zeros(5, 3, 64)}, ValueError, "q_pe: dimension 0 must be that of positions, 4, got"),
         ({"q_pe": zeros(4, 3, 32)}, ValueError, "q_pe: dimension 2 must equal rope_size = 64, got"),

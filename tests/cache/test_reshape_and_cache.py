@@ -399,7 +399,7 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
         ({"value": zeros(3, 2, 16)}, ValueError, r"value: must have a row for each of the 4 slots .* \[3, 2, 16\]"),
         ({"slot_mapping": np.zeros(5, np.int64)}, ValueError, r"key: must have a row for each of the 5 slots"),
         ({"slot_mapping": np.zeros(4, np.float32)}, TypeError, "slot_mapping: dtype must be int64 or int32, got"),
-        ({"slot_mapping": np.zeros((4, 1), np.int64)}, ValueError, "slot_mapping: must have 1 dimensions"),
+        ({"slot_mapping": np.zeros((4, 1), np.int64)}, ValueError, "slot_mapping: must have 1 dimension"),
         ({"key_cache": zeros(3, 8, 2, 24)}, ValueError, "key_cache: dimension 3 must equal head_size = 16"),
         ({"value_cache": zeros(3, 9, 2, 16)}, ValueError, "value_cache: dimension 1 must equal block_size = 8"),
         ({"value_cache": zeros(4, 8, 2, 16)}, ValueError, "value_cache: dimension 0 must equal num_blocks = 3"),

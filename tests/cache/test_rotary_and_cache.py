@@ -342,7 +342,7 @@ def zeros(*shape: int, dtype: Any = np.float16) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"positions": np.zeros((4, 1), np.int64)}, ValueError, "positions: must have 1 dimensions"),
+        ({"positions": np.zeros((4, 1), np.int64)}, ValueError, "positions: must have 1 dimension"),
         ({"positions": zeros(4)}, TypeError, "positions: dtype must be int64 or int32, got float16"),
         ({"query": zeros(5, 4, 16)}, ValueError, "query: dimension 0 must be that of positions, 4, got"),
         ({"query": zeros(4, 4, 8)}, ValueError, "query: dimension 2 must equal head_size = 16, got"),

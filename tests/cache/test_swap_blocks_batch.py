@@ -254,7 +254,7 @@ P = X.ctypes.data
     [
         ([P], [P, P], [1], ValueError, "dst_ptrs: dimension 0 must equal num_copies = 1, got shape"),
         ([P, P], [P, P], [1], ValueError, "sizes: dimension 0 must equal num_copies = 2, got shape"),
-        (int64(P)[None], [P], [1], ValueError, r"src_ptrs: must have 1 dimensions, got shape \[1, 1\]"),
+        (int64(P)[None], [P], [1], ValueError, r"src_ptrs: must have 1 dimension, got shape \[1, 1\]"),
         (np.array([1], np.int32), [P], [1], TypeError, "src_ptrs: dtype must be int64, got int32"),
         ([P], [P], [1.0], TypeError, "sizes: "),
         ([P], None, [1], TypeError, "dst_ptrs: an array is required"),

@@ -31,6 +31,18 @@ def test_any_dtype(array, dtype, columns):
         np.testing.assert_array_equal(array.numpy(out), x[:, perm])
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.int16, np.uint16, np.uint32, np.uint64, np.bool_])
+def test_dtypes_that_no_other_operation_takes(dtype):
+    x, perm = numbers((9, 64), np.dtype(dtype)), order(64)
+    out = np.zeros_like(x)
+    pykv.permute_cols(out, x, perm)
+    np.testing.assert_array_equal(out, x[:, perm])
+    other = np.zeros(x.shape, np.int8 if x.itemsize == 1 else f"i{x.itemsize}")
+    if other.dtype != x.dtype:
+        with pytest.raises(TypeError, match="permute_cols: "):
+            pykv.permute_cols(other, x, perm)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("rows", [140, 601])
 def test_many_rows(array, dtype, rows):

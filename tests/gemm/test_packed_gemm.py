@@ -108,9 +108,20 @@ def test_many_rows(array, dtype, source):
     whole = multiply(array, w, x)
     check(array, weight, x[-90:])
     bits = f"u{whole.itemsize}"
-    for first, last in ((0, 1), (3, 12), (20, 50), (100, 150), (200, 300), (500, 800), (700, 1000)):
+    for first, last in ((0, 1), (3, 12), (20, 50), (100, 150), (200, 300), (500, 800), (300, 900)):
         some = multiply(array, w, x[first:last])
         np.testing.assert_array_equal(some.view(bits), whole[first:last].view(bits))
+
+
+@dtypes
+@pytest.mark.parametrize("padding", [(0, 0), (1, 8), (2, 5)])
+@pytest.mark.parametrize("source", ["Q4_K", "Q6_K", "IQ4_XS", "nvfp4"])
+def test_many_rows_of_any_stride(array, dtype, source, padding):
+    weight = LARGE[source]()
+    n, k = weight[1].shape
+    for rows in (600, 1030) if array.device == "cuda" else (50,):
+        x, out = padded(random((rows, k), dtype), *padding), padded(np.zeros((rows, n), dtype), *padding)
+        check(array, weight, x, random((n,), dtype, 1), out=out)
 
 
 @pytest.mark.parametrize("quant_type", [16, 17, 18, 19, 21, 22, 29, 34, 40, 41])

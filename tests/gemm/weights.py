@@ -254,6 +254,10 @@ LARGE: dict[str, Callable[[], Weight]] = {
     "Q8_0": lambda: gguf(8, 2072, 1280),
     "IQ4_XS": lambda: gguf(23, 2072, 1280),
     "Q4_K": lambda: gguf(12, 2072, 1280),
+    "Q5_K": lambda: gguf(13, 2072, 1280),
     "Q6_K": lambda: gguf(14, 2072, 1280),
+    "Q2_K": lambda: gguf(10, 2072, 1280),
+    "Q4_1": lambda: gguf(3, 2072, 1280),
+    "mxfp4": lambda: mxfp4(2072, 1184),
     "three units": lambda: integers(2072, 180, 64),
 }

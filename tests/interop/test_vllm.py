@@ -490,6 +490,8 @@ def test_fp4_codes() -> None:
         assert [a.shape for a in ops.scaled_fp4_quant(x[:0], 7.0, swizzled)] == [(0, 16), (0, 4 if swizzled else 2)]
     with pytest.raises(ValueError, match="padded_n: must be a multiple of 16 and at least 32, got 24"):
         ops.scaled_fp4_quant(x, 7.0, padded_n=24)
+    with pytest.raises(ValueError, match="input: the last dimension must be a multiple of 16, got 24"):
+        ops.scaled_fp4_quant(x[..., :24], 7.0)
     few = np.zeros((8, 4), CODES[1])
     pykv.scaled_fp4_quant(codes[:, :16], few, x.reshape(6, 32), 7.0, tile_rows=8)
     same(ops.scaled_fp4_quant(x, 7.0, backend="trtllm"), codes[:, :16].copy(), few)
@@ -522,6 +524,10 @@ def test_names_of_dtypes_and_empty_shards() -> None:
             np.testing.assert_allclose(
                 out, -8 * x.astype(np.float64).sum(1, keepdims=True).repeat(64, 1), rtol=2e-3, atol=1e-3
             )
+    codes, one = np.zeros((16, 16), CODES[1]), np.ones(1, np.float32)
+    for wrong in ("float61", None, np.float64):
+        with pytest.raises(TypeError, match=r"out_dtype: must be one of float32, float16, .*, got"):
+            ops.cutlass_scaled_mm(codes, codes.T, one, one, wrong)
     weight = random((8, 16), np.dtype(np.float16))
     rows = ops.vocab_parallel_embedding(np.array([3, 7, 10, 11]), weight, 2, 6, 2, 10, 12)
     np.testing.assert_array_equal(rows, [weight[1], 0 * weight[0], weight[6], weight[7]])

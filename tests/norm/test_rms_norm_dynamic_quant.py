@@ -328,5 +328,5 @@ def test_scales_of_rows(array):
         scale = array.output(np.zeros(shape, np.float32))
         pykv.rms_norm_dynamic_per_token_quant(result, x, None, scale, 0.0)
         np.testing.assert_allclose(array.numpy(scale), 1 / 448, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"scale: dimension 1 must equal 1 = 1, got shape \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"scale: dimension 1 must equal 1, got shape \[3, 2\]"):
         pykv.rms_norm_dynamic_per_token_quant(result, x, None, array.output(np.zeros((3, 2), np.float32)))

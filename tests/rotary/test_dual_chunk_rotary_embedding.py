@@ -131,7 +131,7 @@ def test_a_token_that_reaches_beyond_the_cache_is_left_out(array, bad):
         ({"local": -1}, "local_size: must lie between 0 and chunk_size = 32, got -1"),
         ({"out": (5, 9, 16)}, r"query_out: must have 5 times the heads of query, 2, got shape \[5, 9, 16\]"),
         ({"out": (4, 10, 16)}, "query_out: dimension 0 must be that of positions, 5"),
-        ({"positions": (5, 1)}, "positions: must have 1 dimensions"),
+        ({"positions": (5, 1)}, "positions: must have 1 dimension"),
         ({"offsets": (4,)}, "offsets: dimension 0 must equal num_tokens = 5"),
         ({"head_size": 0}, "head_size: must be positive, got 0"),
     ],

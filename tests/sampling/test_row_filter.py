@@ -155,6 +155,19 @@ def test_ties_go_to_the_lower_token(array, levels):
         np.testing.assert_array_equal(np.isfinite(array.numpy(out)), reference.mask(x, **option)[0])
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.5}], ids=str)
+def test_all_are_equally_probable_at_an_infinite_temperature(array, options):
+    """min_p then leaves nothing out."""
+    x = random((2, 3000), np.dtype(np.float32))
+    given = {"min_p": np.ones(2, np.float32), "temperature": np.full(2, np.inf, np.float32), **options}
+    out, tokens = array.output(np.zeros_like(x)), array.output(np.zeros(2, np.int32))
+    pykv.top_k_top_p_mask(out, array.input(x), **inputs(array, **given))
+    kept = np.isfinite(array.numpy(out))
+    assert kept.sum(1).tolist() == [options.get("top_k", 1500 if options else 3000)] * 2
+    pykv.sample(tokens, array.input(x), **inputs(array, **given))
+    assert kept[[0, 1], array.numpy(tokens)].all()
+
+
 @dtypes
 @shapes
 def test_token_logprobs(array, dtype, shape):

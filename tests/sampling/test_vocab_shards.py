@@ -132,6 +132,19 @@ def test_scores_of_shards_give_the_token_of_all(array):
     assert merge(array, tokens, scores, 1)[0][:, 0].tolist() == array.numpy(whole).tolist()
 
 
+@pytest.mark.parametrize("first", [2**31 - 3, 2**40, 2**63 - 1, -(2**63), -9])
+def test_tokens_that_an_int32_does_not_hold(array, first):
+    """They are left out, with the others of their shard behind them."""
+    values = np.array([[[3, 2, 1]], [[4, 2, 1]]], np.float32)
+    indices = np.array([[[0, 1, 2]], [[5, 3, 4]]], np.int32)
+    found = array.output(np.zeros((1, 6), np.int32))
+    first_tokens = array.input(np.array([0, first]))
+    with array.reports(r"merge_top_k: shard_indices \+ first_tokens: .* is out of range \[0, 2147483648\)"):
+        pykv.merge_top_k(found, array.input(indices), array.input(values), 6, first_tokens)
+    assert array.numpy(found)[0, :3].tolist() == [0, 1, 2]
+    assert (array.numpy(found) >= -1).all()
+
+
 def test_lists_out_of_order(array):
     values = np.array([[[3, 2, 1, 5]], [[4, 3, 2, 1]]], np.float32)
     indices = np.array([[[0, 1, 2, 3]], [[0, 1, 2, 3]]], np.int32)

@@ -11,22 +11,23 @@
 namespace pykv {
 namespace {
 
-const char* kind_of(DLDataType t) {
+std::string name_of(DLDataType t) {
+  const auto with_bits = [&](const char* kind) { return kind + std::to_string(t.bits); };
   switch (t.code) {
     case kDLInt:
-      return "int";
+      return with_bits("int");
     case kDLUInt:
-      return "uint";
+      return with_bits("uint");
     case kDLFloat:
-      return "float";
+      return with_bits("float");
     case kDLBfloat:
-      return "bfloat";
+      return with_bits("bfloat");
     case kDLComplex:
-      return "complex";
+      return with_bits("complex");
     case kDLBool:
-      return "bool";
+      return t.bits == 8 ? "bool" : with_bits("bool");
     default:
-      return "DLPack type code";
+      return with_bits("DLPack type code");
   }
 }
 
@@ -52,8 +53,8 @@ void Tensor::fail_array(const char* name, const DLTensor* t) {
   if (!t->shape && t->ndim > 0)
     pykv::fail(PYKV_VALUE_ERROR, "%s: has %d dimensions, but its shape is NULL", name, t->ndim);
   if (to_dtype(t->dtype) == DType::kOther)
-    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s%d are not supported; pykv knows %s", name, kind_of(t->dtype),
-               t->dtype.bits, all_dtypes().c_str());
+    pykv::fail(PYKV_TYPE_ERROR, "%s: elements of %s are not supported; pykv knows %s", name, name_of(t->dtype).c_str(),
+               all_dtypes().c_str());
   if (!plain(t->device).device_type)
     pykv::fail(PYKV_VALUE_ERROR, "%s: must lie on the CPU or on a CUDA device, got DLPack device type %d", name,
                static_cast<int>(t->device.device_type));
@@ -104,15 +105,17 @@ std::string Tensor::shape_string(int ndim, const int64_t* shape) {
 }
 
 void Tensor::fail_rank(int low, int high) const {
-  if (low == high) fail(PYKV_VALUE_ERROR, "must have %d dimensions, got shape %s", low, shape_string().c_str());
+  if (low == high)
+    fail(PYKV_VALUE_ERROR, "must have %d dimension%s, got shape %s", low, low == 1 ? "" : "s", shape_string().c_str());
   fail(PYKV_VALUE_ERROR, "must have %d to %d dimensions, got shape %s", low, high, shape_string().c_str());
 }
 
 void Tensor::fail_dim(int axis, const Dim& d) const {
   if (axis < 0 || axis >= ndim_)
     fail(PYKV_VALUE_ERROR, "must have a dimension for %s, got shape %s", d.name(), shape_string().c_str());
-  fail(PYKV_VALUE_ERROR, "dimension %d must equal %s = %" PRId64 ", got shape %s", axis, d.name(),
-       static_cast<int64_t>(d), shape_string().c_str());
+  const std::string number = std::to_string(static_cast<int64_t>(d));
+  const std::string wanted = d.name() == number ? number : std::string(d.name()) + " = " + number;  // not "1 = 1"
+  fail(PYKV_VALUE_ERROR, "dimension %d must equal %s, got shape %s", axis, wanted.c_str(), shape_string().c_str());
 }
 
 void Tensor::fail_dtype(std::initializer_list<DType> allowed) const {

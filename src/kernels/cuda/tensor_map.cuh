@@ -76,6 +76,15 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, const int (
       : "memory");
 }
 
+// Copies a box from shared memory, but not what lies outside, in a group of such copies that this commits.
+__device__ inline void store_box(const CUtensorMap& map, const int (&at)[2], uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3]; cp.async.bulk.commit_group;" ::"l"(
+          reinterpret_cast<uint64_t>(&map)),
+      "r"(at[0]), "r"(at[1]), "r"(from)
+      : "memory");
+}
+
 // The same to every block of the cluster that `blocks` has a bit for, to the same place there, where its own barrier counts.
 __device__ inline void copy_box_to_all(uint32_t to, const CUtensorMap& map, const int (&at)[2], uint32_t barrier,
                                        int blocks) {

@@ -1,9 +1,9 @@
 #include "dequantization/scaled_dequantize.h"
 
-#include <algorithm>
 #include <cinttypes>
 
 #include "core/call.h"
+#include "core/group_size.h"
 #include "pykv/dequantization.h"
 
 namespace pykv {
@@ -75,18 +75,6 @@ void block_scales(ScaledDequantizeArgs& args, Call& call, const DLTensor* scale,
   args.scale_matrix = s.ndim() == 3 ? s.stride(0) : 0;
   args.scale_row = s.stride(-2);
   args.scale_column = s.stride(-1);
-}
-
-// One of the two sizes of a group: what is given, or what divides evenly where it is 0.
-int64_t group_size(const char* name, int64_t given, int64_t size, int64_t groups) {
-  if (given < -1)
-    fail(PYKV_VALUE_ERROR, "%s: must be positive, -1 (all) or 0 (what divides evenly), got %" PRId64, name, given);
-  if (given == -1) return size > 0 ? size : 1;
-  if (given > 0) return std::min(given, std::max<int64_t>(size, 1));
-  if (groups == 0 || size % groups != 0)
-    fail(PYKV_VALUE_ERROR, "%s: is required, for %" PRId64 " scales do not divide %" PRId64 " evenly", name, groups,
-         size);
-  return size > 0 ? size / groups : 1;
 }
 
 // Scales in float32: one; of rows or of columns; or of rectangles.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/vec.cuh"
-#include "moe/sort_pairs.h"
+#include "moe/pair_experts.cuh"
 #include "moe/sum_rows.h"
 
 namespace pykv::few_pairs {
@@ -17,33 +17,7 @@ inline bool are_few(const SortPairsArgs& sort) {
          (sort.num_tokens == 1 || sort.num_pairs * kExpertsOfPair <= sort.num_experts);
 }
 
-// The experts of pairs.
-struct Experts {
-  PairIds ids;
-  Index expert_map;
-  int64_t num_experts, num_listed;
-  Reporter report_ids, report_map;
-
-  Experts() = default;
-  Experts(const SortPairsArgs& sort, const Launch& launch)
-      : ids(sort.ids),
-        expert_map(sort.expert_map),
-        num_experts(sort.num_experts),
-        num_listed(sort.num_listed),
-        report_ids(launch.reporter(sort.report_ids)),
-        report_map(launch.reporter(sort.report_map)) {}
-
-  // Negative: the pair has none.
-  __device__ int32_t operator()(int64_t token, int64_t choice, bool reports) const {
-    const int64_t id = ids.at(token, choice);
-    if (id >= num_experts && reports) report_ids(id, num_experts);
-    if (id < 0 || id >= num_experts) return -1;
-    if (!expert_map.data) return static_cast<int32_t>(id);
-    const int64_t listed = expert_map[id];
-    if (listed >= num_listed && reports) report_map(listed, num_listed);
-    return listed >= 0 && listed < num_listed ? static_cast<int32_t>(listed) : -1;
-  }
-};
+using Experts = PairExperts;
 
 // A token's, in shared memory.
 struct Choices {

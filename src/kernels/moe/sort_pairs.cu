@@ -1,10 +1,11 @@
-// Counting sort in one launch, by one block or, on sm_90, by clusters of blocks that add up their counts through shared
-// memory.  All clusters count all pairs, and each places a part of them.
+// Counting sort in one launch, by one block or, on sm_90, by clusters of blocks that send each other their counts.  All
+// clusters count all pairs, and each places those of some warps.
 //
 // Each warp has a run of neighbouring pairs.
-//   1. It counts its pairs in each bin, in a row of shared memory of its own.
-//   2. Threads have a bin each: from counts to how many pairs of the bin lie in the runs of earlier warps, and of earlier
-//      blocks; then all bins are added up, each padded.
+//   1. It counts its pairs in each bin, in a row of shared memory: its own, if it places them, else one for all warps before
+//      those that do, or behind them.
+//   2. Threads have a bin each: from counts to how many pairs of the bin lie in earlier rows, and of earlier blocks; then all bins
+//      are added up, each padded.
 //   3. It places its pairs, 32 at a time: lanes with the same bin (match_any) are placed in their order.
 // So places depend on the pairs alone, whatever the number of warps and blocks.
 //
@@ -15,7 +16,7 @@
 #include "cuda/clusters_at_once.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
-#include "moe/sort_pairs.h"
+#include "moe/pair_experts.cuh"
 
 namespace pykv {
 namespace {
@@ -25,9 +26,10 @@ constexpr int kPortableBlocks = 8, kMostBlocks = 16;  // of a cluster: every chi
 constexpr int kClusters = 4;
 constexpr int64_t kManyPairs = 8192;
 constexpr int64_t kMaxShared = 96 << 10;  // bytes, of a block; every chip has as many
-constexpr int kBinArrays = 4;             // beside the counts of warps
-constexpr int kLoads = 8;                 // of shared memory, under way at once
-constexpr int kKept = 4;                  // pairs of a lane whose bins are looked up at once, and kept
+// Beside the counts of warps.
+PYKV_HOST_DEVICE constexpr int64_t bin_words(int64_t num_bins) { return 4 * num_bins + kMostBlocks; }
+constexpr int kLoads = 8;  // of shared memory, under way at once
+constexpr int kKept = 4;   // pairs of a lane whose bins are looked up at once, and kept
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 struct SortPlan {
@@ -35,42 +37,72 @@ struct SortPlan {
   Divider top_k, block_size;
   int32_t num_bins, num_listed;
   int32_t pair_warps;  // of a block: those that have pairs
+  int32_t placing;     // of these, that place theirs: each cluster has others
   int32_t run;         // pairs of a warp
   int32_t bin_lanes;   // that write what there is of a bin
-  int32_t ranks;       // blocks of a cluster
-  int32_t clusters;
+  int32_t log_ranks;   // blocks of a cluster, a power of 2
+  int32_t ranks, clusters;
+  Divider share;      // bins that a block of a cluster adds up
   bool ids_are_flat;  // pair p is at p * ids.stride
-  Reporter ids, map, sizes, adapters;
+  PairExperts experts;
+  Reporter sizes, adapters;
 };
 
 // Bins of this block, all in shared memory.
 struct Bins {
-  uint32_t* counts;    // [pair_warps][num_bins]: of a warp; then of the warps before it
-  uint32_t* of_block;  // [num_bins]: pairs of this block, read by the others
-  uint32_t* sizes;     // of all blocks
+  uint32_t* counts;  // [rows][num_bins]: of a warp that places its pairs, or of several others; then of the rows before
+  uint32_t* of_ranks;  // [ranks][a share of the bins]: pairs of each block of the cluster
+  uint2* found;        // [num_bins]: .x: where this block's pairs of the bin start in it; .y: pairs of all blocks
   uint32_t* begins;    // where the bin begins
-  uint32_t* starts;    // where this block's pairs of it begin
 };
 
-// The bin of a pair; -1: it has none.
-__device__ int32_t bin_of(const SortPlan& plan, uint32_t pair, int64_t adapter, bool reports) {
+// Rows of counts: those of warps before the ones that place, of each of these, of those behind.
+__device__ __host__ inline int32_t rows_of(const SortPlan& plan) { return plan.placing + (plan.clusters > 1 ? 2 : 0); }
+// Of this warp.
+__device__ int32_t row_of_warp(const SortPlan& plan) {
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32),
+             cluster = static_cast<int32_t>(blockIdx.x) >> plan.log_ranks;
+  return min(max(warp - cluster * plan.placing, -1), plan.placing) + (plan.clusters > 1 ? 1 : 0);
+}
+__device__ bool places(const SortPlan& plan) {
+  const auto warp = static_cast<int32_t>(threadIdx.x / 32),
+             cluster = static_cast<int32_t>(blockIdx.x) >> plan.log_ranks;
+  return static_cast<uint32_t>(warp - cluster * plan.placing) < static_cast<uint32_t>(plan.placing);
+}
+
+// The id of a pair; negative: it has none, or is not of this adapter.
+__device__ int64_t id_of(const SortPlan& plan, uint32_t pair, int64_t adapter) {
   const SortPairsArgs& a = plan.args;
   int64_t at = pair * a.ids.stride;
+  bool is_wanted = true;
   if (!plan.ids_are_flat || adapter >= 0) {
     uint32_t choice;
     const uint32_t token = plan.top_k(pair, choice);
     at = token * a.ids.token_stride + choice * a.ids.stride;
-    if (adapter >= 0 && a.token_adapters[token] != adapter) return -1;
+    is_wanted = adapter < 0 || a.token_adapters[token] == adapter;
   }
-  const int32_t dropped = a.keeps_all ? plan.num_bins - 1 : -1;
   const int64_t id = a.ids.at(at);
-  if (id >= a.num_experts && reports) plan.ids(id, a.num_experts);
-  if (id < 0 || id >= a.num_experts) return dropped;
-  if (!a.expert_map.data) return static_cast<int32_t>(id);
-  const int64_t bin = a.expert_map[id];
-  if (bin >= plan.num_listed && reports) plan.map(bin, plan.num_listed);
-  if (bin >= 0 && bin < plan.num_listed) return static_cast<int32_t>(bin);
-  return a.keeps_all ? plan.num_listed + static_cast<int32_t>(id) : -1;
+  return is_wanted ? id : -1;
+}
+
+// From ids to bins; -1: none.
+template <int kSize>
+__device__ void bins_of(const SortPlan& plan, const int64_t (&ids)[kSize], bool reports, int32_t (&bins)[kSize]) {
+  const SortPairsArgs& a = plan.args;
+  plan.experts.of(ids, reports, bins);
+  if (!a.keeps_all) return;
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const bool is_known = ids[i] >= 0 && ids[i] < a.num_experts;
+    if (bins[i] < 0) bins[i] = is_known ? plan.num_listed + static_cast<int32_t>(ids[i]) : plan.num_bins - 1;
+  }
+}
+
+__device__ int32_t bin_of(const SortPlan& plan, uint32_t pair, int64_t adapter, bool reports) {
+  const int64_t ids[] = {id_of(plan, pair, adapter)};
+  int32_t bins[1];
+  bins_of(plan, ids, reports, bins);
+  return bins[0];
 }
 
 __device__ uint32_t round_up(uint32_t n, const Divider& multiple) {
@@ -105,70 +137,118 @@ __device__ uint32_t add_up(int32_t num_bins, Value&& value, Put&& put) {
   return before;
 }
 
-// Shared memory of another block of the cluster.
-__device__ uint32_t load_of_rank(const uint32_t* p, int rank) {
-  uint32_t v = 0;
+// Sends words to the same place in block `rank`.
+__device__ void send(const void* to, uint32_t x, int rank, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-  const uint32_t address = cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(p)), rank);
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-#else
-  v = *p;  // there is one block
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(to)), rank)),
+               "r"(x), "r"(cluster_address(barrier, rank))
+               : "memory");
 #endif
-  return v;
+}
+__device__ void send(const void* to, uint2 x, int rank, uint32_t barrier) {
+  cluster_send(cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(to)), rank),
+               float2{__uint_as_float(x.x), __uint_as_float(x.y)}, cluster_address(barrier, rank));
 }
 
-// Leaves in `bins` sizes and starts (within a bin), from the ids of all pairs, and in `kept` the bins of some.
-__device__ void count_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, uint32_t first, uint32_t end,
-                            int32_t (&kept)[kKept]) {
-  const int32_t warp = threadIdx.x / 32;
+// What blocks of a cluster tell each other: each adds up the counts of a share of the bins.
+struct Exchange {
+  uint64_t barriers[2];  // of counts, of what was found
+
+  __device__ uint32_t counts() { return static_cast<uint32_t>(__cvta_generic_to_shared(&barriers[0])); }
+  __device__ uint32_t found() { return static_cast<uint32_t>(__cvta_generic_to_shared(&barriers[1])); }
+
+  static __device__ int32_t share(const SortPlan& plan) { return static_cast<int32_t>(plan.share.d); }
+  static __device__ int32_t bins_of_rank(const SortPlan& plan, int32_t rank) {
+    return max(min(share(plan), plan.num_bins - rank * share(plan)), 0);
+  }
+
+  // By one thread, before cluster_announce().
+  __device__ void open(const SortPlan& plan) {
+    cluster_open(counts());
+    cluster_open(found());
+    cluster_expect(counts(), bins_of_rank(plan, static_cast<int32_t>(blockIdx.x) & (plan.ranks - 1)) * plan.ranks * 4);
+    cluster_expect(found(), plan.num_bins * 8);
+  }
+
+  __device__ void send_count(const SortPlan& plan, const Bins& bins, int32_t bin, uint32_t count) {
+    const int32_t rank = static_cast<int32_t>(blockIdx.x) & (plan.ranks - 1);
+    uint32_t of_share;
+    const uint32_t to = plan.share(bin, of_share);
+    send(&bins.of_ranks[rank * share(plan) + of_share], count, to, counts());
+  }
+
+  __device__ void add_up_share(const SortPlan& plan, const Bins& bins) {
+    const int32_t share = Exchange::share(plan), rank = static_cast<int32_t>(blockIdx.x) & (plan.ranks - 1);
+    const int32_t own = bins_of_rank(plan, rank);
+    cluster_receive(counts());
+    for (int32_t i = threadIdx.x; i / 32 * 32 < own * kMostBlocks; i += blockDim.x) {
+      const int32_t of_share = i / kMostBlocks, of = i % kMostBlocks;
+      const bool is_there = of_share < own && of < plan.ranks;
+      const uint32_t count = is_there ? bins.of_ranks[of * share + of_share] : 0;
+      uint32_t sum = count;
+#pragma unroll
+      for (int distance = 1; distance < kMostBlocks; distance *= 2) {
+        const uint32_t below = __shfl_up_sync(kAllLanes, sum, distance, kMostBlocks);
+        if (of >= distance) sum += below;
+      }
+      const uint32_t all = __shfl_sync(kAllLanes, sum, kMostBlocks - 1, kMostBlocks);
+      if (is_there) send(&bins.found[rank * share + of_share], make_uint2(sum - count, all), of, found());
+    }
+  }
+};
+
+// Leaves in `bins` what is found of all pairs, and in `kept` the bins of some, and in `same` the lanes that have the same ones
+// (in warps that place).
+__device__ void count_pairs(const SortPlan& plan, const Bins& bins, Exchange& exchange, int64_t adapter, uint32_t first,
+                            uint32_t end, int32_t (&kept)[kKept], uint32_t (&same)[kKept]) {
+  int64_t ids[kKept];
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
     const uint32_t p = first + 32 * i + threadIdx.x % 32;
-    kept[i] = p < end ? bin_of(plan, p, adapter, true) : -1;
+    ids[i] = p < end ? id_of(plan, p, adapter) : -1;
   }
+  bins_of(plan, ids, true, kept);
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (first + 32 * i + threadIdx.x % 32 >= end) kept[i] = -1;
   __syncthreads();  // counts are 0
+  uint32_t* const counts = bins.counts + row_of_warp(plan) * plan.num_bins;
   const auto count = [&](int32_t bin) {
-    if (bin >= 0) atomicAdd(&bins.counts[warp * plan.num_bins + bin], 1u);
+    if (bin >= 0) atomicAdd(&counts[bin], 1u);
   };
 #pragma unroll
   for (const int32_t bin : kept) count(bin);
   for (uint32_t p = first + 32 * kKept + threadIdx.x % 32; p < end; p += 32) count(bin_of(plan, p, adapter, true));
   __syncthreads();
+  if (plan.ranks > 1) cluster_wait();  // all blocks are there
+  const int32_t rows = rows_of(plan);
   for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
     uint32_t sum = 0;
-    for (int32_t first_warp = 0; first_warp < plan.pair_warps; first_warp += kLoads) {
+    for (int32_t first_row = 0; first_row < rows; first_row += kLoads) {
       uint32_t own[kLoads];  // all under way before the first is used
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
-        own[i] = first_warp + i < plan.pair_warps ? bins.counts[(first_warp + i) * plan.num_bins + b] : 0;
+        own[i] = first_row + i < rows ? bins.counts[(first_row + i) * plan.num_bins + b] : 0;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (first_warp + i < plan.pair_warps) bins.counts[(first_warp + i) * plan.num_bins + b] = sum;
+        if (first_row + i < rows) bins.counts[(first_row + i) * plan.num_bins + b] = sum;
         sum += own[i];
       }
     }
-    bins.of_block[b] = bins.sizes[b] = sum;
-    bins.starts[b] = 0;
+    if (plan.ranks > 1)
+      exchange.send_count(plan, bins, b, sum);
+    else
+      bins.found[b] = make_uint2(0, sum);
+  }
+  __syncwarp();
+  if (places(plan)) {
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) same[i] = __match_any_sync(kAllLanes, kept[i]);
   }
   if (plan.ranks > 1) {
-    const int rank = static_cast<int>(blockIdx.x) % plan.ranks;
-    __syncwarp();  // barriers of clusters want whole warps
-    cluster_announce_all();
-    cluster_wait();
-    for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
-      uint32_t of_ranks[kMostBlocks], before = 0, all = 0;
-#pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r) of_ranks[r] = r < plan.ranks ? load_of_rank(&bins.of_block[b], r) : 0;
-#pragma unroll
-      for (int r = 0; r < kMostBlocks; ++r) {
-        before += r < rank ? of_ranks[r] : 0;
-        all += of_ranks[r];
-      }
-      bins.sizes[b] = all;
-      bins.starts[b] = before;
-    }
-    __syncwarp();
-    cluster_announce_all();  // read; sort_pairs_kernel waits for the others before it ends
+    exchange.add_up_share(plan, bins);
+    cluster_receive(exchange.found());
   }
 }
 
@@ -177,20 +257,18 @@ __device__ void take_sizes(const SortPlan& plan, const Bins& bins) {
   for (int32_t b = threadIdx.x; b < plan.num_bins; b += blockDim.x) {
     const int64_t size = a.sizes[b];
     if (size > a.rows_of_bin && blockIdx.x == 0) plan.sizes(size, a.rows_of_bin + 1);
-    bins.sizes[b] = static_cast<uint32_t>(size < 0 ? 0 : size < a.rows_of_bin ? size : a.rows_of_bin);
-    bins.starts[b] = 0;
+    bins.found[b] = make_uint2(0, static_cast<uint32_t>(size < 0 ? 0 : size < a.rows_of_bin ? size : a.rows_of_bin));
   }
 }
 
 __device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adapter, int64_t list, uint32_t first,
-                            uint32_t end, const int32_t (&kept)[kKept]) {
+                            uint32_t end, const int32_t (&kept)[kKept], const uint32_t (&same_of_kept)[kKept]) {
   const SortPairsArgs& a = plan.args;
   const uint32_t lane = threadIdx.x % 32;
-  uint32_t* before = bins.counts + threadIdx.x / 32 * plan.num_bins;
-  const auto place_group = [&](uint32_t p, int32_t bin) {
-    const uint32_t same = __match_any_sync(kAllLanes, bin);
+  uint32_t* before = bins.counts + row_of_warp(plan) * plan.num_bins;
+  const auto place_group = [&](uint32_t p, int32_t bin, uint32_t same) {
     const int lower = __popc(same & ((1u << lane) - 1));
-    const uint32_t place = bin >= 0 ? bins.starts[bin] + before[bin] + lower : 0;
+    const uint32_t place = bin >= 0 ? bins.found[bin].x + before[bin] + lower : 0;
     __syncwarp();
     if (bin >= 0 && lower == 0) before[bin] += __popc(same);
     __syncwarp();
@@ -205,10 +283,11 @@ __device__ void place_pairs(const SortPlan& plan, const Bins& bins, int64_t adap
   };
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
-    if (first + 32 * i < end) place_group(first + 32 * i + lane, kept[i]);
+    if (first + 32 * i < end) place_group(first + 32 * i + lane, kept[i], same_of_kept[i]);
   for (uint32_t from = first + 32 * kKept; from < end; from += 32) {
     const uint32_t p = from + lane;
-    place_group(p, p < end ? bin_of(plan, p, adapter, false) : -1);
+    const int32_t bin = p < end ? bin_of(plan, p, adapter, false) : -1;
+    place_group(p, bin, __match_any_sync(kAllLanes, bin));
   }
 }
 
@@ -286,7 +365,7 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   if (sorted || a.blocks) {
     const auto step = static_cast<int32_t>(gridDim.x * blockDim.x / lanes);
     for (auto b = static_cast<int32_t>(thread / lanes); b < plan.num_listed; b += step) {
-      const uint32_t begin = bins.begins[b], size = bins.sizes[b], padded = round_up(size, plan.block_size);
+      const uint32_t begin = bins.begins[b], size = bins.found[b].y, padded = round_up(size, plan.block_size);
       if (sorted) {
         if (a.sizes.data)
           for (uint32_t i = lane; i < size; i += lanes) sorted[begin + i] = static_cast<int32_t>(b * a.rows_of_bin + i);
@@ -313,84 +392,125 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
     if (a.offsets) a.offsets[b] = static_cast<int32_t>(begin);
     if (a.wide_offsets) a.wide_offsets[b] = begin;
     if (b == plan.num_listed) break;
-    if (a.problems1) put_problem(a.problems1 + 3 * b, bins.sizes[b], a.columns, a.hidden, a.is_swapped);
-    if (a.problems2) put_problem(a.problems2 + 3 * b, bins.sizes[b], a.hidden, a.inner, a.is_swapped);
+    if (a.problems1) put_problem(a.problems1 + 3 * b, bins.found[b].y, a.columns, a.hidden, a.is_swapped);
+    if (a.problems2) put_problem(a.problems2 + 3 * b, bins.found[b].y, a.hidden, a.inner, a.is_swapped);
   }
   if (a.offsets_of_128) {
     const uint32_t all = add_up(
-        plan.num_listed, [&](int32_t b) { return (bins.sizes[b] + 127) / 128 * 128; },
+        plan.num_listed, [&](int32_t b) { return (bins.found[b].y + 127) / 128 * 128; },
         [&](int32_t b, uint32_t before) { a.offsets_of_128[b] = static_cast<int32_t>(before); });
     if (threadIdx.x == 0) a.offsets_of_128[plan.num_listed] = static_cast<int32_t>(all);
   }
 }
 
-template <int kWarps>
-__global__ void __launch_bounds__(32 * kWarps) sort_pairs_kernel(const __grid_constant__ SortPlan plan) {
+// Whether the instance for what is usual may have the call: half of the code, which a block runs through but once.
+bool is_usual(const SortPlan& plan) {
+  const SortPairsArgs& a = plan.args;
+  return !a.adapters.data && !a.sizes.data && !a.keeps_all && !a.expert_map.data && !a.ids.is_int64 &&
+         a.ids.stride == 1 && plan.ids_are_flat && !a.wide_offsets && !a.offsets_of_128 && !a.problems1 && !a.problems2;
+}
+
+// The same, as the compiler is to know it.
+template <bool kUsual>
+__device__ decltype(auto) known(const SortPlan& given) {
+  if constexpr (!kUsual) {
+    return (given);  // a copy would lie in memory
+  } else {
+    SortPlan plan = given;
+    plan.args.adapters.data = plan.args.sizes.data = plan.experts.map.data = nullptr;
+    plan.args.keeps_all = plan.args.ids.is_int64 = false;
+    plan.args.ids.stride = 1;
+    plan.args.wide_offsets = nullptr;
+    plan.args.offsets_of_128 = plan.args.problems1 = plan.args.problems2 = nullptr;
+    plan.ids_are_flat = true;
+    plan.num_bins = plan.num_listed;
+    return plan;
+  }
+}
+
+template <int kWarps, bool kUsual>
+__global__ void __launch_bounds__(32 * kWarps, 1) sort_pairs_kernel(const __grid_constant__ SortPlan given) {
   extern __shared__ uint32_t shared[];
   __shared__ uint32_t taken_by_listed;
+  const SortPlan& plan = known<kUsual>(given);
   const SortPairsArgs& a = plan.args;
   const int32_t n = plan.num_bins;
-  const Bins bins{shared + kBinArrays * n, shared, shared + n, shared + 2 * n, shared + 3 * n};
-  for (int32_t i = threadIdx.x; i < plan.pair_warps * n; i += blockDim.x) bins.counts[i] = 0;
+  const Bins bins{shared + bin_words(n), shared + 3 * n, reinterpret_cast<uint2*>(shared), shared + 2 * n};
+  __shared__ Exchange exchange;
+  if (plan.ranks > 1) {
+    if (threadIdx.x == 0) exchange.open(plan);
+    __syncwarp();
+    cluster_announce();
+  }
+  const int32_t count_words = plan.pair_warps == 0 ? 0 : rows_of(plan) * n;
+  for (int32_t i = threadIdx.x; i < count_words; i += blockDim.x) bins.counts[i] = 0;
   begin_dependent();
 
   int64_t adapter = -1, list = 0;
   if (a.adapters.data) {
     adapter = list = a.adapters[blockIdx.y];
     if (adapter >= a.max_adapters && blockIdx.x == 0 && threadIdx.x == 0) plan.adapters(adapter, a.max_adapters);
-    if (adapter < 0 || adapter >= a.max_adapters || a.adapter_enabled[adapter] == 0)
-      return;  // so do all of the cluster
+    if (adapter < 0 || adapter >= a.max_adapters || a.adapter_enabled[adapter] == 0) {  // for all of the cluster
+      if (plan.ranks > 1) cluster_wait();
+      return;
+    }
   }
   if (plan.pair_warps == 0) return sort_few(plan, adapter, list);
-  const int32_t warp = threadIdx.x / 32, cluster = static_cast<int32_t>(blockIdx.x) / plan.ranks;
+  const int32_t warp = threadIdx.x / 32;
   const int64_t num_pairs = a.sizes.data || warp >= plan.pair_warps ? 0 : a.num_pairs;
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) % plan.ranks * plan.pair_warps + warp) * plan.run;
+  const int64_t begin = ((static_cast<int64_t>(blockIdx.x) & (plan.ranks - 1)) * plan.pair_warps + warp) * plan.run;
   const auto first = static_cast<uint32_t>(min(begin, num_pairs));
   const auto end = static_cast<uint32_t>(min(begin + plan.run, num_pairs));
 
   int32_t kept[kKept];
+  uint32_t same[kKept];
   const bool filled = gridDim.x == 1 && !a.sizes.data;
   if (filled) fill(plan, list);
-  if (a.sizes.data)
+  if (a.sizes.data) {
+    if (plan.ranks > 1) cluster_wait();
     take_sizes(plan, bins);
-  else
-    count_pairs(plan, bins, adapter, first, end, kept);
+  } else {
+    count_pairs(plan, bins, exchange, adapter, first, end, kept, same);
+  }
   __syncthreads();
   if (threadIdx.x == 0) taken_by_listed = 0;
   const uint32_t all = add_up(
-      n, [&](int32_t b) { return round_up(bins.sizes[b], plan.block_size); },
+      n, [&](int32_t b) { return round_up(bins.found[b].y, plan.block_size); },
       [&](int32_t b, uint32_t before) {
         bins.begins[b] = before;
-        bins.starts[b] += before;
+        bins.found[b].x += before;  // from here on where they lie
         if (b == plan.num_listed) taken_by_listed = before;
       });
   const uint32_t taken = n > plan.num_listed ? taken_by_listed : all;
-  if (!a.sizes.data && warp % plan.clusters == cluster) place_pairs(plan, bins, adapter, list, first, end, kept);
+  if (!a.sizes.data && places(plan)) place_pairs(plan, bins, adapter, list, first, end, kept, same);
   put_bins(plan, bins, list, taken, filled);
-  __syncwarp();
-  if (plan.ranks > 1 && !a.sizes.data) cluster_wait();  // the others have read this block's shared memory
 }
 
 // Whether a cluster of kMostBlocks, each on a multiprocessor of its own, finds room.
-template <int kWarps>
+template <auto kKernel, int kWarps>
 bool has_room_for_most(const Launch& launch) {
-  return clusters_at_once<sort_pairs_kernel<kWarps>>(launch, kMostBlocks, 32 * kWarps, kMaxShared) > 0;
+  return clusters_at_once<kKernel>(launch, kMostBlocks, 32 * kWarps, kMaxShared) > 0;
 }
 
 // blocks: of a cluster, at most
-template <int kWarps>
+template <int kWarps, bool kUsual>
 void launch_blocks(SortPlan plan, uint32_t blocks, const Launch& launch) {
+  constexpr auto kKernel = sort_pairs_kernel<kWarps, kUsual>;
   const SortPairsArgs& args = plan.args;
-  const int64_t words = kMaxShared / 4, bin_words = kBinArrays * args.num_bins;
-  const int64_t most_warps = std::min<int64_t>((words - bin_words) / std::max<int64_t>(args.num_bins, 1), kWarps);
-  if (most_warps < 1)
+  const int64_t most_rows = (kMaxShared / 4 - bin_words(args.num_bins)) / std::max<int64_t>(args.num_bins, 1);
+  if (most_rows < 1)
     fail(PYKV_NOT_IMPLEMENTED, "%lld bins of experts are more than shared memory holds",
          static_cast<long long>(args.num_bins));
-  if (blocks > kPortableBlocks && !has_room_for_most<kWarps>(launch)) blocks = kPortableBlocks;
+  if (blocks > kPortableBlocks && !has_room_for_most<kKernel, kWarps>(launch)) blocks = kPortableBlocks;
   const int64_t groups = (args.num_pairs + 31) / 32;  // of 32 pairs
-  plan.pair_warps = static_cast<int32_t>(std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, most_warps));
   plan.ranks = static_cast<int32_t>(blocks);
-  plan.clusters = blocks > 1 ? kClusters : 1;
+  plan.log_ranks = std::bit_width(blocks) - 1;
+  plan.share = Divider((args.num_bins + blocks - 1) / blocks);
+  plan.clusters = blocks > 1 && most_rows > 2 ? kClusters : 1;
+  const int64_t most_warps = plan.clusters > 1 ? (most_rows - 2) * kClusters : most_rows;
+  plan.pair_warps = static_cast<int32_t>(
+      std::clamp<int64_t>((groups + blocks - 1) / blocks, 1, std::min<int64_t>(most_warps, kWarps)));
+  plan.placing = (plan.pair_warps + plan.clusters - 1) / plan.clusters;
   const int64_t warps = static_cast<int64_t>(plan.pair_warps) * blocks;
   plan.run = static_cast<int32_t>((groups + warps - 1) / warps * 32);
   const int64_t threads = std::clamp(32 * plan.pair_warps, 256, 32 * kWarps);
@@ -399,13 +519,12 @@ void launch_blocks(SortPlan plan, uint32_t blocks, const Launch& launch) {
                         args.problems1 || args.problems2;
   if (blocks == 1 && args.num_pairs <= 32 && !args.sizes.data && !args.keeps_all && !has_bins)
     plan.pair_warps = 0;  // sort_few
-  const auto bytes = static_cast<int>((plan.pair_warps * args.num_bins + bin_words) * 4);
-  const auto kernel = sort_pairs_kernel<kWarps>;
+  const auto bytes = static_cast<int>((rows_of(plan) * args.num_bins + bin_words(args.num_bins)) * 4);
   if (bytes > 48 << 10)
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "sort_pairs");
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "sort_pairs");
   const dim3 grid(blocks * static_cast<uint32_t>(plan.clusters),
                   args.adapters.data ? static_cast<uint32_t>(args.num_lists) : 1);
-  launch_clusters(kernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes), launch,
+  launch_clusters(kKernel, grid, dim3(static_cast<uint32_t>(threads)), blocks, static_cast<size_t>(bytes), launch,
                   "sort_pairs", plan);
 }
 
@@ -419,12 +538,14 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                       static_cast<int32_t>(args.num_listed),
                       0,
                       0,
+                      0,
                       32,
+                      0,
                       1,
                       1,
+                      {},
                       args.ids.token_stride == args.top_k * args.ids.stride || args.num_tokens <= 1,
-                      launch.reporter(args.report_ids),
-                      launch.reporter(args.report_map),
+                      PairExperts(args, launch),
                       launch.reporter(args.report_sizes),
                       launch.reporter(args.report_adapters)};
   // One block is the quickest where there is little to do.
@@ -433,10 +554,16 @@ void sort_pairs_cuda(const SortPairsArgs& args, const Launch& launch) {
                           : args.num_pairs > kManyPairs                 ? kMostBlocks
                                                                         : kPortableBlocks;
   // Few warps, while each keeps the bins of all its pairs: fewer counts to add up.
-  if (args.num_pairs <= int64_t{32} * kKept * kFewWarps * blocks)
-    launch_blocks<kFewWarps>(plan, blocks, launch);
+  const auto start = [&]<bool kUsual>() {
+    if (args.num_pairs <= int64_t{32} * kKept * kFewWarps * blocks)
+      launch_blocks<kFewWarps, kUsual>(plan, blocks, launch);
+    else
+      launch_blocks<kManyWarps, kUsual>(plan, blocks, launch);
+  };
+  if (is_usual(plan))
+    start.template operator()<true>();
   else
-    launch_blocks<kManyWarps>(plan, blocks, launch);
+    start.template operator()<false>();
 }
 
 }  // namespace pykv

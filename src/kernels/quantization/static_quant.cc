@@ -1,7 +1,6 @@
 #include "quantization/static_quant.h"
 
-#include <algorithm>
-
+#include "core/group_size.h"
 #include "pykv/quantization.h"
 #include "quantization/code_inputs.h"
 #include "quantization/row_quant.h"
@@ -22,18 +21,6 @@ StaticQuantArgs arguments(const CodeRows& m) {
   args.number = {nullptr, 1.0f};
   args.group_rows = args.group_columns = 1;
   return args;
-}
-
-// One of the two sizes of a group: what is given, or what divides evenly where it is 0.
-int64_t group_size(const char* name, int64_t given, int64_t size, int64_t groups) {
-  if (given < -1)
-    fail(PYKV_VALUE_ERROR, "%s: must be positive, -1 (all) or 0 (what divides evenly), got %" PRId64, name, given);
-  if (given == -1) return size > 0 ? size : 1;
-  if (given > 0) return std::min(given, std::max<int64_t>(size, 1));
-  if (groups == 0 || size % groups != 0)
-    fail(PYKV_VALUE_ERROR, "%s: is required, for %" PRId64 " scales do not divide %" PRId64 " evenly", name, groups,
-         size);
-  return size > 0 ? size / groups : 1;
 }
 
 // One scale; those of rows or of columns; or of rectangles.

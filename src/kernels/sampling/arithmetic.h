@@ -106,6 +106,11 @@ PYKV_HOST_DEVICE static inline Mass share_of(Mass total, float p) {
 PYKV_HOST_DEVICE static inline float log_of_min_p(float min_p) {
   return min_p >= 1.0f ? 0.0f : log_of(min_p < 0x1p-126f ? 0x1p-126f : min_p);
 }
+// Logits below this one have less than min_p times the largest one's probability.
+PYKV_HOST_DEVICE static inline float least_logit(float log_min_p, float temperature, float largest) {
+  const float least = fused(log_min_p, temperature, largest);
+  return least <= largest ? least : -__builtin_inff();  // NaN: of an infinite temperature, where all have the same
+}
 // top_p, or 0 for what is less; NaN keeps all.
 PYKV_HOST_DEVICE static inline float known_top_p(float top_p) {
   return top_p > 0.0f ? top_p : top_p <= 0.0f ? 0.0f : 1.0f;

@@ -34,7 +34,8 @@ __device__ int count_before(const ShardList<V>& list, int n, Entry entry, bool w
 template <class V>
 __global__ __launch_bounds__(kThreads) void merge_top_k_kernel(const __grid_constant__ MergeTopKArgs args,
                                                                const __grid_constant__ Divider n,
-                                                               const __grid_constant__ Reporter reporter) {
+                                                               const __grid_constant__ Reporter reporter,
+                                                               const __grid_constant__ Reporter token_reporter) {
   begin_dependent();
   const int64_t row = blockIdx.x;
   int32_t* indices = args.indices + row * args.index_stride;
@@ -51,6 +52,7 @@ __global__ __launch_bounds__(kThreads) void merge_top_k_kernel(const __grid_cons
               own = static_cast<int>(place_in_list);
     const ShardList<V> list(args, shard, row);
     const Entry entry = entry_at(list, own);
+    if (list.is_lost(own)) token_reporter(static_cast<int64_t>(list.token_at(own)), ShardList<V>::kTokens);
     if (own > 0 && entry > entry_at(list, own - 1)) reporter(own, own);
     if (entry == 0) continue;
     int place = own;
@@ -68,7 +70,7 @@ void merge_top_k_cuda(const MergeTopKArgs& args, const Launch& launch) {
   if (args.num_rows > INT32_MAX) fail(PYKV_NOT_IMPLEMENTED, "at most 2^31 - 1 rows are supported");
   dispatch<half, bf16, float>(args.dtype, [&]<class V>() {
     launch_dependent(merge_top_k_kernel<V>, static_cast<unsigned>(args.num_rows), kThreads, launch, "merge_top_k", args,
-                     Divider(args.n), launch.reporter(kMergeReport));
+                     Divider(args.n), launch.reporter(kMergeReport), launch.reporter(kMergeTokenReport));
   });
 }
 

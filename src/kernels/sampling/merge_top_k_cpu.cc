@@ -32,8 +32,11 @@ void merge_row(const MergeTopKArgs& args, int64_t row, int32_t* next, const Laun
   }
   for (int64_t shard = 0; shard < args.num_shards; ++shard) {
     const ShardList<V> list(args, shard, row);
-    for (int32_t i = 1; i < args.n; ++i)
-      if (entry_at(list, i) > entry_at(list, i - 1)) launch.reporter(kMergeReport)(i, i);
+    for (int32_t i = 0; i < args.n; ++i) {
+      if (list.is_lost(i))
+        launch.reporter(kMergeTokenReport)(static_cast<int64_t>(list.token_at(i)), ShardList<V>::kTokens);
+      if (i > 0 && entry_at(list, i) > entry_at(list, i - 1)) launch.reporter(kMergeReport)(i, i);
+    }
   }
 }
 

@@ -51,7 +51,7 @@ struct FilterRow {
   PYKV_HOST_DEVICE float least(float largest) const {
     if (!(min_p > 0.0f)) return -__builtin_inff();
     if (of_probabilities) return min_p * largest;
-    return fused(log_of_min_p(min_p), temperature, largest);
+    return least_logit(log_of_min_p(min_p), temperature, largest);
   }
   // A value as a share of the largest: known when compiled whether they are probabilities, or not.
   template <bool kProbabilities>

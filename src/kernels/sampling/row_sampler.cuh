@@ -130,7 +130,7 @@ class RowSampler {
     }
     // One for each thread, or two neighbours.
     const int each = n > kSelectThreads ? 2 : 1;
-    const float least = r_.least_logit(drawn.largest);
+    const float least = r_.least(drawn.largest);
     float x[2];
     Mass mass[2];
 #pragma unroll
@@ -199,7 +199,7 @@ class RowSampler {
         take_first(first, drawn);
         return;
       }
-      const float least = r_.least_logit(drawn.largest);
+      const float least = r_.least(drawn.largest);
       if (least != -INFINITY) floor = Entry{key_of_logit(least)} << 32;
     }
 #pragma unroll 1

@@ -43,9 +43,7 @@ struct SampleRow {
   TokenNoise noise;
 
   // Logits below this one are not drawn.
-  PYKV_HOST_DEVICE float least_logit(float largest) const {
-    return log_min_p == -__builtin_inff() ? log_min_p : fused(log_min_p, temperature, largest);
-  }
+  PYKV_HOST_DEVICE float least(float largest) const { return least_logit(log_min_p, temperature, largest); }
 };
 
 PYKV_HOST_DEVICE static inline SampleRow sample_row(const SampleArgs& args, int64_t row) {

@@ -40,7 +40,7 @@ class RowSampler {
   }
 
   Drawn random(const SampleRow& r, bool with_total) {
-    const float least = r.least_logit(row_.largest);
+    const float least = r.least(row_.largest);
     const auto mass = [&](float x) { return mass_of(x, row_.largest, r.scale); };
     Drawn drawn{0, 0.0f, row_.largest, 0};
     if (r.k == row_.size && !(r.top_p < 1.0f)) {

@@ -68,7 +68,8 @@ PYKV_API pykv_status pykv_top_k_per_row(DLTensor* indices, const DLTensor* logit
  *                  sorted; an entry that comes before its neighbour is reported, and the result is no merge then
  *   shard_values   [num_shards, num_rows, n]  float32 | float16 | bfloat16: the logits
  *   k              1 or more
- *   first_tokens   [num_shards]               int32 or int64: what is added to the indices of a shard; NULL: 0
+ *   first_tokens   [num_shards]               int32 or int64: what is added to the indices of a shard; NULL: 0.  Sums that an
+ *                  int32 does not hold, or that are negative, are reported and left out
  *   values         [num_rows, k]              dtype of shard_values; written with the logits, -infinity behind them; NULL: not
  *                  wanted  */
 PYKV_API pykv_status pykv_merge_top_k(DLTensor* indices, const DLTensor* shard_indices, const DLTensor* shard_values,

@@ -1,0 +1,557 @@
+// packed_gemm of many tokens on Hopper (sm_90a), of weights that are multiplied by the scales of their groups as they are decoded, so that
+// one sum runs on through a segment of the columns.  The same bits as from packed_gemm_sm90.cuh.
+//
+// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for all of
+// these tokens, to shared memory, where both operands of the matrix units lie; one of their lanes asks for x.  Two warpgroups multiply,
+// and do nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
+// registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the next tile is decoded.
+//
+// Four warps would decode a unit in more time than its products take: an instruction of a warp takes four to five cycles beside the
+// matrix units, but those of two warps as long together (docs/log/packed_gemm.md).
+#include "cuda/cluster.cuh"
+#include "cuda/cp_async.cuh"
+#include "cuda/dependent_shared.cuh"
+#include "cuda/device.h"
+#include "cuda/divider.cuh"
+#include "cuda/tensor_map.cuh"
+#include "cuda/wgmma.cuh"
+#include "gemm/packed_codes.cuh"
+#include "gemm/packed_gemm_many_sm90.h"
+
+namespace pykv {
+namespace packed_many_sm90 {
+
+// Of a tile; columns of a stage; bytes of a line of both operands.
+inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
+inline constexpr int kMostSegments = 4;
+// Sums of a lane; of those of all segments so far, in shared memory.
+inline constexpr int kSums = kTokens / 2, kParked = 76;
+inline constexpr int kThreads = 4 * 128, kOfMultipliers = 200, kOfDecoders = 56;  // registers
+inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
+inline constexpr int kStages = 3;
+inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
+inline constexpr uint32_t kParkedBytes = 128 * kParked * 4;  // of a warpgroup; results are written from there
+// In shared memory.
+inline constexpr uint32_t kWAt = kStages * kXBytes, kParkedAt = kWAt + kStages * kWBytes,
+                          kFullAt = kParkedAt + 2 * kParkedBytes, kEmptyAt = kFullAt + kStages * 8,
+                          kFactorsAt = kEmptyAt + kStages * 8;
+static_assert(kFactorsAt % 16 == 0);
+inline constexpr int kMostPieces = 32;  // of 16 bytes, of the factors of a unit's 32 rows
+inline constexpr uint32_t kMostShared = 227 << 10;
+static_assert(2 * kPieceBytes <= kParkedBytes);
+
+// kScales: codes times scales are exact; otherwise they are rounded.
+template <class T, CodeKind kKind_, bool kScales_ = false>
+struct Shape {
+  using Element = T;
+  using Code = Codes<T, kKind_>;
+  static constexpr CodeKind kKind = kKind_;
+  static constexpr bool kScales = kScales_;
+};
+
+struct Problem {
+  CUtensorMap x, out;
+  PackedWeight weight;
+  const void* bias;
+  Divider units_by;  // of 64 columns, of a group
+  uint32_t row_tiles, token_tiles;
+  int units, groups, blocks;      // of 64 columns; of columns; of 256 columns
+  int segments;                   // of the columns, whose sums are added in order
+  int begins[kMostSegments + 1];  // in units
+  int steps, items;               // of 16 columns of a group in a unit; groups of a unit
+  int pieces;                     // of the factors of a unit
+  int minima_at, supers_at, lows_at;
+
+  __device__ uint32_t tiles() const { return row_tiles * token_tiles; }
+  // Tiles of eight tiles of tokens pass over the weight together: they and it stay in the L2.
+  __device__ void place(uint32_t tile, int& row_tile, int& token_tile) const {
+    constexpr uint32_t kTogether = 8;
+    const uint32_t together = row_tiles * kTogether, pass = tile / together, in_pass = tile % together;
+    const uint32_t width = min(token_tiles - pass * kTogether, kTogether);
+    row_tile = static_cast<int>(in_pass / width);
+    token_tile = static_cast<int>(pass * kTogether + in_pass % width);
+  }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+// The compiler does not see that this is a loop: after one it would ask the warp to meet again.
+[[maybe_unused]] __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done:}" ::
+          "r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+struct Place {
+  uint32_t stage = 0, parity = 0;
+
+  __device__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+// The units of a block's tiles, one after another.
+class Cursor {
+ public:
+  int unit = 0, row_tile = 0, token_tile = 0;
+
+  __device__ explicit Cursor(const Problem& p) : p_(p), tile_(blockIdx.x) { begin(); }
+  __device__ bool inside() const { return tile_ < p_.tiles(); }
+  // Whether it came to another tile.
+  __device__ bool advance() {
+    if (++unit < p_.units) return false;
+    unit = 0;
+    next_tile();
+    return true;
+  }
+  __device__ void next_tile() {
+    tile_ += gridDim.x;
+    begin();
+  }
+
+ private:
+  __device__ void begin() {
+    if (inside()) p_.place(tile_, row_tile, token_tile);
+  }
+
+  const Problem& p_;
+  uint32_t tile_;
+};
+
+// Codes that are multiplied by their scales without an error: what packed_gemm_sm90.cuh does of Minima::kScaled, as Folding.
+template <class T>
+struct Scaling {
+  static constexpr bool kAdds = false;
+  struct Factors {
+    float2 scale;
+
+    __device__ Factors(const PackedWeight& w, float, const FactorPlaces& at)
+        : scale(load_two_scales<Fold::kAny, false>(at.scales, at.supers, w.scales_kind)) {}
+    __device__ uint32_t scales(float2) const { return pack_pair<T>(scale.x, scale.y); }
+    __device__ uint32_t minima(float2) const { return 0; }
+  };
+  __device__ static uint32_t middle(uint32_t) { return 0; }
+  __device__ static void fragment(uint32_t (&a)[4], const uint4 (&words)[1], int j, uint32_t scales, uint32_t,
+                                  const EntriesOf<T, CodeKind::kTable16>&) {
+    Codes<T, CodeKind::kTable16>::fragment_scaled(a, words, j, {twice(scales, 0), twice(scales, 1)});
+  }
+};
+
+// A warp decodes half of the columns of 32 rows of a unit: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that lanes 2 c and
+// 2 c + 1 of a fragment have (packed_weight.h).  What it decodes next is on its way meanwhile: codes to registers, factors, a piece by
+// each lane, to shared memory.
+template <class S>
+class Decoder {
+  using T = typename S::Element;
+  static constexpr int kPlanes = S::Code::kPlanes;
+
+ public:
+  // warp: of eight
+  __device__ Decoder(const Problem& p, uint32_t shared, int warp)
+      : p_(p),
+        shared_(shared),
+        factors_(shared + kFactorsAt + warp * p.pieces * 16),
+        warp_(warp % 4),
+        half_(warp / 4),
+        b_(threadIdx.x % 32 / 16),
+        c_(threadIdx.x % 16 / 8),
+        g_(threadIdx.x % 8),
+        entries_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)),
+        at_(p) {
+    global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * entries_.unit();
+  }
+
+  __device__ bool are_octets() const { return entries_.are_octets(); }
+
+  // kBytes: factors are bytes
+  template <class Folds, bool kBytes>
+  __device__ __forceinline__ void run() {
+    find();
+    load_factors();
+    load_codes();
+#pragma unroll 1
+    while (at_.inside()) run_unit<Folds, kBytes>();
+  }
+
+ private:
+  // Where what this lane copies of a tile begins.
+  __device__ void find() {
+    const PackedWeight& w = p_.weight;
+    const int64_t band = min(at_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
+    codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16 + half_ * 8;
+    // Of groups [band][group][32], or of 256 columns [band][block][32].
+    int piece = threadIdx.x % 32;
+    const int of_scales = p_.items * 2 * bytes_of(w.scales_kind), of_minima = p_.items * 2 * bytes_of(w.minima_kind);
+    from_ = nullptr;
+    is_of_256_ = piece >= of_scales + of_minima;
+    if (piece < of_scales) {
+      step_ = of_scales * 16;
+      from_ = w.scales + band * p_.groups * 32 * bytes_of(w.scales_kind) + piece * 16;
+    } else if (piece < of_scales + of_minima) {
+      step_ = of_minima * 16;
+      from_ = w.minima + band * p_.groups * 32 * bytes_of(w.minima_kind) + (piece - of_scales) * 16;
+    } else if (piece < p_.pieces) {
+      piece -= of_scales + of_minima;
+      step_ = 64;
+      from_ = (w.supers && piece < 4 ? w.supers : w.lows) + band * p_.blocks * 64 + piece % 4 * 16;
+    }
+  }
+  __device__ void load_factors() const {
+    const int unit = at_.unit, at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
+    if (from_) cp_async_16(factors_ + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
+    cp_async_commit();
+  }
+  __device__ __forceinline__ void load_codes() {
+    const uint8_t* const from = codes_ + at_.unit * (kPlanes * 512);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane)
+        words_[n][plane] = __ldg(reinterpret_cast<const uint2*>(from + plane * 512 + n * 128));
+  }
+
+  // Of a group of a unit, for rows g and 8 + g, as Folding::fragment() wants them.
+  template <class Folds, bool kBytes>
+  __device__ __forceinline__ void fold(uint32_t (&own)[2], int item) const {
+    const PackedWeight& w = p_.weight;
+    const int row = 4 * g_ + 2 * b_, at = item * 32 + row;
+    const typename Folds::Factors found(
+        w, global_,
+        {factors_ + at * (kBytes ? 1 : bytes_of(w.scales_kind)), factors_ + p_.supers_at + row * 2,
+         factors_ + p_.minima_at + at * (kBytes ? 1 : bytes_of(w.minima_kind)), factors_ + p_.lows_at + row * 2});
+    const float2 one = make_float2(1.0f, 1.0f);
+    own[0] = found.scales(one);
+    own[1] = found.minima(one);
+  }
+
+  template <class Folds, bool kBytes>
+  __device__ __forceinline__ void run_unit() {
+    cp_async_wait<0>();
+    __syncwarp();
+    // Where groups have 16 columns, two lanes of a row have one each.
+    uint32_t own[2];
+    const bool are_small = p_.steps == 1;
+    fold<Folds, kBytes>(own, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
+    const uint32_t stage = place_.stage, full = shared_ + kFullAt + stage * 8;
+    wait_for(shared_ + kEmptyAt + stage * 8, place_.parity ^ 1);
+    if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
+      cluster_expect(full, kXBytes);
+      copy_box(shared_ + stage * kXBytes, p_.x, {at_.unit * kLine, at_.token_tile * kTokens}, full);
+    }
+    __syncwarp();
+    place_.advance();
+    if (at_.advance() && at_.inside()) find();
+    if (at_.inside()) load_factors();
+    const uint32_t to =
+        shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int from = are_small ? b_ * 16 + j * 8 + g_ : threadIdx.x % 32;
+      const uint32_t scale = __shfl_sync(~0u, own[0], from);
+      const uint32_t minimum = Folds::kAdds ? __shfl_sync(~0u, own[1], from) : Folds::middle(scale);
+      uint32_t a[2][4];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint4 words[kPlanes];
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane)
+          words[plane] = make_uint4(words_[n][plane].x, words_[n][plane].y, 0, 0);
+        Folds::fragment(a[n], words, j, scale, minimum, entries_);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        store_shared((to ^ j * 32) + h * 8 * kLine, make_uint4(a[0][h], a[0][2 + h], a[1][h], a[1][2 + h]));
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
+    if (at_.inside()) load_codes();
+  }
+
+  const Problem& p_;
+  const uint32_t shared_, factors_;
+  const int warp_, half_, b_, c_, g_;
+  const EntriesOf<T, S::kKind> entries_;
+  Place place_;
+  Cursor at_;
+  const uint8_t *codes_, *from_;
+  int step_;
+  bool is_of_256_;
+  float global_;
+  uint2 words_[2][kPlanes];  // of two lanes of a fragment
+};
+
+template <class T>
+class Multiplier {
+ public:
+  // warp: of eight
+  __device__ Multiplier(const Problem& p, uint32_t shared, int warp)
+      : p_(p), shared_(shared), group_(warp / 4), warp_(warp), parked_(shared + kParkedAt + warp / 4 * kParkedBytes) {}
+
+  // unit: what sums are multiplied by
+  __device__ __forceinline__ void run(float unit) {
+#pragma unroll 1
+    for (Cursor at(p_); at.inside(); at.next_tile()) {
+      bool has_total = false;
+#pragma unroll 1
+      for (int segment = 0; segment < p_.segments; ++segment) {
+        const int count = p_.begins[segment + 1] - p_.begins[segment];
+        if (count == 0) continue;
+        multiply(count);
+        scale(unit);
+        if (has_total) take_total();
+        if (segment + 1 < p_.segments) keep_total();
+        has_total = true;
+      }
+      store(at.row_tile * kRows, at.token_tile * kTokens);
+    }
+    if (leads()) wait_until_written();  // shared memory has to stay until it has been read
+  }
+
+ private:
+  __device__ bool leads() const { return threadIdx.x % 128 == 0; }
+  __device__ static void wait_until_written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+  __device__ float& sum(int i) { return sum_[i / (kSums / 2)][i % (kSums / 2)]; }
+  __device__ void scale(float unit) {
+    if (unit == 1.0f) return;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum(i) = __fmul_rn(unit, sum(i));
+  }
+
+  __device__ uint32_t own_place(int i) const { return parked_ + i / 4 * (128 * 16) + threadIdx.x % 128 * 16; }
+
+  // Sums of the segments so far: what registers do not hold lies where results are written from.
+  __device__ void keep_total() {
+    if (leads()) wait_until_written();
+    named_barrier_sync(1 + group_, 128);
+#pragma unroll
+    for (int i = 0; i < kParked; i += 4)
+      store_shared(own_place(i), make_uint4(__float_as_uint(sum(i)), __float_as_uint(sum(i + 1)),
+                                            __float_as_uint(sum(i + 2)), __float_as_uint(sum(i + 3))));
+#pragma unroll
+    for (int i = kParked; i < kSums; ++i) total_[i - kParked] = sum(i);
+  }
+  __device__ void take_total() {
+#pragma unroll
+    for (int i = 0; i < kParked; i += 4) {
+      const float4 v = load_shared_float4(own_place(i));
+      sum(i) = __fadd_rn(v.x, sum(i));
+      sum(i + 1) = __fadd_rn(v.y, sum(i + 1));
+      sum(i + 2) = __fadd_rn(v.z, sum(i + 2));
+      sum(i + 3) = __fadd_rn(v.w, sum(i + 3));
+    }
+#pragma unroll
+    for (int i = kParked; i < kSums; ++i) sum(i) = __fadd_rn(total_[i - kParked], sum(i));
+  }
+
+  __device__ void release(uint32_t stage) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kEmptyAt + stage * 8);
+  }
+
+  __device__ __forceinline__ void begin(bool add) {
+    wait_for(shared_ + kFullAt + place_.stage * 8, place_.parity);
+    // What decoders have stored.  A fence of theirs would wait for what they load.
+    fence_async_proxy();
+    const uint64_t w = wgmma_matrix(shared_ + kWAt + place_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
+    const uint64_t x = wgmma_matrix(shared_ + place_.stage * kXBytes, 8 * kLine);
+    wgmma_begin();
+    // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        Wgmma<T, kTokens / 2>::ss(sum_[half], wgmma_further(w, 32 * j), wgmma_further(x, 32 * j + half * (kXBytes / 2)),
+                                  j > 0 || add);
+    wgmma_commit();
+  }
+
+  // So many units.
+  __device__ __forceinline__ void multiply(int count) {
+    wgmma_pin(sum_);
+    begin(false);
+#pragma unroll 1
+    for (int unit = 1; unit < count; ++unit) {
+      const uint32_t before = place_.stage;
+      place_.advance();
+      begin(true);
+      wgmma_wait<1>();
+      release(before);
+    }
+    wgmma_wait<0>();
+    wgmma_pin(sum_);
+    release(place_.stage);
+    place_.advance();
+  }
+
+  // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once.
+  __device__ __forceinline__ void store(int row, int token) {
+    const int lane = threadIdx.x % 32, first_row = row + group_ * 64;
+    const int line = lane / 16 * 8 + lane % 8, chunk = warp_ % 4 * 2 + lane / 8 % 2;
+    float bias[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int own = first_row + warp_ % 4 * 16 + i * 8 + lane / 4;
+      if (p_.bias && own < p_.weight.n) bias[i] = to_float(static_cast<const T*>(p_.bias)[own]);
+    }
+#pragma unroll
+    for (int piece = 0; piece < kTokens / kPiece; ++piece) {
+      const uint32_t to = parked_ + piece % 2 * kPieceBytes;
+      if (leads()) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      named_barrier_sync(1 + group_, 128);
+#pragma unroll
+      for (int sixteen = 0; sixteen < kPiece; sixteen += 16) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int first = (piece * kPiece + sixteen) / 2 + 2 * i;
+          pairs[i] = pack_pair<T>(sum(first) + bias[i % 2], sum(first + 1) + bias[i % 2]);
+        }
+        store_transposed(to + (sixteen + line) * kLine + ((chunk ^ line % 8) << 4), pairs);
+      }
+      fence_async_proxy();
+      named_barrier_sync(1 + group_, 128);
+      if (leads()) store_box(p_.out, {first_row * 2, token + piece * kPiece}, to);
+    }
+  }
+
+  const Problem& p_;
+  const uint32_t shared_;
+  const int group_, warp_;
+  const uint32_t parked_;
+  Place place_;
+  float sum_[2][kSums / 2], total_[kSums - kParked];
+};
+
+// Calls with.template operator()<Folding, whether factors are bytes>().
+template <class S, class With>
+__device__ __forceinline__ void dispatch_folding(const Problem& p, bool are_octets, With with) {
+  if constexpr (S::kScales) {
+    with.template operator()<Scaling<typename S::Element>, true>();
+  } else {
+    dispatch_fold<S::kKind>(p.weight, p.steps, are_octets, [&]<Fold kFold>() __attribute__((always_inline)) {
+      with.template operator()<Folding<typename S::Element, S::kKind, kFold>, is_of_bytes(kFold)>();
+    });
+  }
+}
+#endif
+
+template <class S>
+__global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(const __grid_constant__ Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t memory[];
+  uint32_t shared = shared_address(memory);
+  have_ready(shared);
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(shared + kFullAt + i * 8, 1 + 8);
+      mbarrier_init(shared + kEmptyAt + i * 8, 8);
+    }
+    fence_async_proxy();
+    prefetch_map(p.x);
+    prefetch_map(p.out);
+  }
+  __syncthreads();
+  begin_dependent();
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (warp >= 8) {
+    give_registers<kOfDecoders>();
+    Decoder<S> decoder(p, shared, warp - 8);
+    dispatch_folding<S>(p, decoder.are_octets(), [&]<class Folds, bool kBytes>() __attribute__((always_inline)) {
+      decoder.template run<Folds, kBytes>();
+    });
+  } else {
+    take_registers<kOfMultipliers>();
+    float unit = 1.0f;
+    if constexpr (S::kScales) {
+      unit = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt));
+    } else {
+      const EntriesOf<typename S::Element, S::kKind> entries(
+          reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt));
+      dispatch_fold<S::kKind>(p.weight, p.steps, entries.are_octets(),
+                              [&]<Fold kFold>() { unit = Folding<typename S::Element, S::kKind, kFold>::kUnit; });
+    }
+    Multiplier<typename S::Element>(p, shared, warp).run(unit);
+  }
+#endif
+}
+
+template <class S>
+bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch) {
+  using T = typename S::Element;
+  const PackedWeight& w = args.weight;
+  const int64_t x_stride = args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
+  Problem p{};
+  p.weight = w;
+  p.bias = args.bias;
+  p.row_tiles = static_cast<uint32_t>((w.n + kRows - 1) / kRows);
+  p.token_tiles = static_cast<uint32_t>((args.num_rows + kTokens - 1) / kTokens);
+  p.units = static_cast<int>(w.padded_k / kUnit);
+  p.groups = static_cast<int>(w.groups());
+  p.blocks = static_cast<int>((w.padded_k + 255) / 256);
+  p.segments = segments;
+  p.steps = w.steps_of_a_group();
+  p.items = 4 / p.steps;
+  p.units_by = Divider(p.steps == 4 ? w.group_size / kUnit : 1);
+  p.minima_at = p.items * 32 * bytes_of(w.scales_kind);
+  p.supers_at = p.minima_at + p.items * 32 * bytes_of(w.minima_kind);
+  p.lows_at = p.supers_at + (w.supers ? 64 : 0);
+  p.pieces = (p.lows_at + (w.lows ? 64 : 0)) / 16;
+  const uint32_t bytes = kFactorsAt + 8 * p.pieces * 16;  // of eight warps
+  if (p.pieces > kMostPieces || bytes > kMostShared || p.groups % p.items != 0 ||
+      (p.steps < 4 && w.group_size != p.steps * 16) || int64_t{p.row_tiles} * p.token_tiles > INT32_MAX)
+    return false;
+  if (!make_tensor_map(p.x, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {kTokens}) ||
+      !make_tensor_map(p.out, args.out, {w.n * 2, args.num_rows}, {args.out_stride * 2}, {kPiece}))
+    return false;
+  // In stages of two units.
+  for (int i = 0; i <= segments; ++i) {
+    const int end = (p.units + 1) / 2 * i / segments * 2;
+    p.begins[i] = end < p.units ? end : p.units;
+  }
+  const int64_t tiles = int64_t{p.row_tiles} * p.token_tiles, sms = num_sms(launch.device);
+  launch_dependent_shared(packed_gemm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < sms ? tiles : sms)),
+                          dim3(kThreads), bytes, launch, "packed_gemm", p);
+  return true;
+}
+
+}  // namespace packed_many_sm90
+
+bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
+  using namespace packed_many_sm90;
+  const PackedWeight& w = args.weight;
+  const auto in_chunks = [](const void* pointer, int64_t stride) {
+    return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 8 == 0;
+  };
+  if (args.map.rows || w.columns || args.epilogue.any || args.x_step != 1 || w.k == 0 ||
+      !in_chunks(args.x, args.x_stride) || !in_chunks(args.out, args.out_stride) || w.n > INT32_MAX / 4)
+    return false;
+  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh.
+  const int64_t row_tiles = (w.n + kRows - 1) / kRows, sms = num_sms(launch.device);
+  const auto rounds = [&](int64_t tokens) {
+    return (row_tiles * ((args.num_rows + tokens - 1) / tokens) + sms - 1) / sms;
+  };
+  if (9 * rounds(kTokens) > 5 * rounds(128)) return false;
+  bool was_launched = false;
+  dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    const auto run = [&]<CodeKind kKind, bool kScales = false>() {
+      was_launched = launch_shape<Shape<T, kKind, kScales>>(args, segments, launch);
+    };
+    const bool is_table = w.codes_kind == CodeKind::kTable16;
+    if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
+      return run.template operator()<CodeKind::kTable16, true>();
+    if constexpr (!kIsHalf<T>) {  // whose sums have units
+      if (!is_folded(w, false)) return;
+      if (is_table) return run.template operator()<CodeKind::kTable16>();
+      if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
+      if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
+    }
+  });
+  return was_launched;
+}
+
+}  // namespace pykv
