@@ -22,6 +22,16 @@ constexpr int64_t kChunk = 64;  // tokens that a block is decoded for
 constexpr int64_t kMostAlone = kWidth == 16 ? 4 : 1;  // tokens for which a block is decoded anew each time
 constexpr int64_t kMostRows = 256;  // tokens whose x is kept in the order of tiles, a multiple of kChunk
 
+// The lanes of each step and of those after it.
+struct StepMasks {
+  uint32_t from[4][kWidth] = {};
+  constexpr StepMasks() {
+    for (int step = 0; step < 4; ++step)
+      for (int lane = 0; lane < kWidth; ++lane) from[step][lane] = lane % 4 >= step ? ~0u : 0u;
+  }
+};
+constexpr StepMasks kStepMasks;
+
 // The groups of the steps of a unit.
 struct StepGroups {
   int64_t of[4], group = -1, left = 0, size;
@@ -64,18 +74,6 @@ template <class Of>
   return [&]<int... kAt>(std::integer_sequence<int, kAt...>) __attribute__((always_inline)) {
     return Words{static_cast<uint32_t>(of(kAt))...};
   }(std::make_integer_sequence<int, kWidth>{});
-}
-
-// Of every four lanes: v[j] has numbers 0 to 3 of step j, to[k] number k of steps 0 to 3.
-[[gnu::always_inline]] inline void transpose4(const Floats (&v)[4], Floats (&to)[4]) {
-  unrolled<2>([&](auto upper) PYKV_ALWAYS_INLINE {
-    constexpr int kFirst = 2 * upper;
-    const Words turns = of_lanes([](int i) { return i % 2 * kWidth + i / 4 * 4 + kFirst + i % 4 / 2; });
-    const Floats first_two = shuffle(v[0], v[1], turns), others = shuffle(v[2], v[3], turns);
-    to[kFirst] = shuffle(first_two, others, of_lanes([](int i) { return i % 4 / 2 * kWidth + i / 4 * 4 + i % 2; }));
-    to[kFirst + 1] =
-        shuffle(first_two, others, of_lanes([](int i) { return i % 4 / 2 * kWidth + i / 4 * 4 + 2 + i % 2; }));
-  });
 }
 
 // Sums are worked out here: GCC would move the work behind the branches of factors, and what it is done with into memory.
@@ -353,33 +351,40 @@ class RowFactors {
 
   // part: of a vector of rows
   [[gnu::always_inline]] void of_unit(int64_t column, const StepGroups& groups, int part, OfRows& s, OfRows& m) const {
-    Floats scale[4] = {}, minimum[4] = {};
-    for (int j = 0; j < 4; ++j) {
-      if (j > 0 && groups.of[j] == groups.of[j - 1]) {
-        scale[j] = scale[j - 1];
-        minimum[j] = minimum[j - 1];
-        continue;
-      }
-      scale[j] = factors_.scale(block_ >> 1, groups.of[j], column, part);
-      if (w_.minima) minimum[j] = factors_.minimum(block_ >> 1, groups.of[j], column, part, scale[j]);
+    one(column, groups.of[0], part, s, m);
+    for (int j = 1; j < 4; ++j) {
+      if (groups.of[j] == groups.of[j - 1]) continue;
+      OfRows step_s = {}, step_m = {};
+      one(column, groups.of[j], part, step_s, step_m);
+      const Words own = load_raw<Words>(kStepMasks.from[j]);
+      for (int r = 0; r < kBlocks; ++r)
+        for (int half = 0; half < 2; ++half) {
+          s[r][half] = select(own, step_s[r][half], s[r][half]);
+          if (w_.minima) m[r][half] = select(own, step_m[r][half], m[r][half]);
+        }
     }
-    const bool is_one_group = groups.of[0] == groups.of[3];
-    by_rows(scale, is_one_group, s);
-    if (w_.minima) by_rows(minimum, is_one_group, m);
   }
 
  private:
-  // Of the four steps, with those of [g][r][half] in lanes.
-  [[gnu::always_inline]] void by_rows(const Floats (&v)[4], bool is_one_group, OfRows& to) const {
-    Floats of[4];
-    if (is_one_group) {
-      unrolled<4>([&](auto k) PYKV_ALWAYS_INLINE { of[k] = spread4<k>(v[0]); });
+  // Those of one group.
+  [[gnu::always_inline]] void one(int64_t column, int64_t group, int part, OfRows& s, OfRows& m) const {
+    const Floats scale = factors_.scale(block_ >> 1, group, column, part);
+    spread(scale, s);
+    if (w_.minima) spread(factors_.minimum(block_ >> 1, group, column, part, scale), m);
+  }
+
+  // Of [g][r][half], for four steps.
+  void spread(Floats v, OfRows& to) const {
+    if constexpr (kBlocks == 2) {
+      to[0][0] = spread4<0>(v);
+      to[0][1] = spread4<1>(v);
+      to[1][0] = spread4<2>(v);
+      to[1][1] = spread4<3>(v);
     } else {
-      transpose4(v, of);
+      const bool second = block_ & 1;
+      to[0][0] = second ? spread4<2>(v) : spread4<0>(v);
+      to[0][1] = second ? spread4<3>(v) : spread4<1>(v);
     }
-    for (int r = 0; r < kBlocks; ++r)
-      for (int half = 0; half < 2; ++half)
-        to[r][half] = kBlocks == 2 || !(block_ & 1) ? of[2 * r + half] : of[2 + half];
   }
 
   const PackedWeight& w_;
