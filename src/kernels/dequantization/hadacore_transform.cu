@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kElements = 8192;  // of a block, if its rows are short and many
+constexpr int kLog2OfPacks = 10;  // of the shortest rows that hadacore_packs_kernel takes
 
 struct Plan {
   int32_t rows_per_block;
@@ -147,8 +148,20 @@ __global__ void __launch_bounds__(kThreads, kOrder < 40 ? 3 : 2)
   move_rows<true>(x, args, plan, first_row, elements, width);
   __syncthreads();
   constexpr int kMostSteps = 5;
-  for (int done = plan.first_steps ? 3 : 0; done < args.log2;) {
-    const int rounds = (args.log2 - done + kMostSteps - 1) / kMostSteps, steps = (args.log2 - done) / rounds;
+  int done = plan.first_steps ? 3 : 0, end = args.log2;
+  // The order of hadacore_packs_kernel, so that a row's bits do not depend on how many there are.
+  if (kOrder == 1 && end >= kLog2OfPacks) {
+    if (done == 0) {
+      butterflies<3>(x, elements, 0);
+      done = 3;
+      __syncthreads();
+    }
+    end -= 3;
+    butterflies<3>(x, elements, end);
+    __syncthreads();
+  }
+  while (done < end) {
+    const int rounds = (end - done + kMostSteps - 1) / kMostSteps, steps = (end - done) / rounds;
     butterflies<kMostSteps>(x, elements, done, steps);
     done += steps;
     __syncthreads();
@@ -160,10 +173,10 @@ __global__ void __launch_bounds__(kThreads, kOrder < 40 ? 3 : 2)
   move_rows<false>(x, args, plan, first_row, elements, width);
 }
 
-// Many rows of 2^k elements that lie in whole vectors, k from 10 on (4096 x 4096 in bf16: 50.2 -> 29.9 us).  A thread has eight packs of eight elements in registers: it does the
-// three steps within packs and three steps between them; then packs change hands in shared memory, and it has others three bits of
-// whose numbers differ.  The numbers' upper bits are those of the first packs and middle ones those of the last, so that
-// neighbours in a warp read and write neighbours in memory.
+// Many rows of 2^k elements that lie in whole vectors, k from 10 on (4096 x 4096 in bf16: 50.2 -> 29.9 us).  A thread has eight
+// packs of eight elements in registers: it does the three steps within packs and three steps between them; then packs change
+// hands in shared memory, and it has others three bits of whose numbers differ.  The numbers' upper bits are those of the first
+// packs and middle ones those of the last, so that neighbours in a warp read and write neighbours in memory.
 constexpr int kPacks = 8, kMostThreads = 512;
 
 // The pack whose number has k in the three bits from `low` on, and `others` around them.
@@ -267,7 +280,7 @@ void launch_kernel(const HadacoreTransformArgs& args, const Launch& launch) {
   const bool vectors = width % 8 == 0 && rows_aligned(16, args.input, args.input_rows, item) &&
                        rows_aligned(16, args.output, args.output_rows, item);
   // Few rows are done sooner by all threads of a block each, and short ones have nothing to gain.
-  const int64_t of_row = args.log2 < 10 ? 0 : int64_t{1} << (args.log2 - 6), total = args.num_rows * of_row;
+  const int64_t of_row = args.log2 < kLog2OfPacks ? 0 : int64_t{1} << (args.log2 - 6), total = args.num_rows * of_row;
   if (kOrder == 1 && vectors && total > 128 * num_sms(launch.device)) {
     const int64_t threads = std::max<int64_t>(of_row, total > 512 * num_sms(launch.device) ? 128 : 32);
     const int64_t blocks = (total + threads - 1) / threads;

@@ -110,7 +110,11 @@ struct Scorer {
     };
     switch (scoring) {
       case Scoring::kSigmoid:
-        return each([](float v) { return reciprocal(1.0f + exp_of(-v)); });
+        return each([](float v) {
+          // One step of Newton's: sums that mathematics says are equal, as sigmoid(1) + sigmoid(-1) and 2 sigmoid(0), are.
+          const float d = 1.0f + exp_of(-v), r = reciprocal(d);
+          return fmaf(r, fmaf(-d, r, 1.0f), r);
+        });
       case Scoring::kSoftmax:  // of exponentials
 #pragma unroll
         for (int j = 0; j < kSize; ++j) x[j] = inverse_sum == 0.0f ? 0.0f : x[j] * inverse_sum;
