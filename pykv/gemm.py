@@ -90,9 +90,10 @@ def packed_gemm(
 
     Codes are multiplied exactly and summed in fp32; the sum over a group of columns is multiplied by its scale, and the
     result is rounded once.  Weights of NF4, and on Hopper those of GGUF and integers that are like them (with minima,
-    or with float16 scales in groups of 16 or 32), are rounded to the dtype of ``x`` before.  A row of ``out`` has the
-    same bits however many rows there are.  A weight is packed once by the function of its source:
-    :func:`pykv.gemm.pack_awq`, ``pack_gptq``, ``pack_gguf`` and others of that module.
+    with float16 scales in groups of 16 or 32, or in four bits without zero points where ``x`` is bfloat16), are rounded
+    to the dtype of ``x`` before.  A row of ``out`` has the same bits however many rows there are.  A weight is packed
+    once by the function of its source: :func:`pykv.gemm.pack_awq`, ``pack_gptq``, ``pack_gguf`` and others of that
+    module.
 
     With an ``activation`` neighbours ``a, b`` of a row become ``activation(a) * b``; then ``residual`` is added, all in
     fp32.  Rows of the two projections take turns in such a weight: :func:`pykv.gemm.interleave_halves` puts them so.

@@ -80,6 +80,12 @@ def test_more_rows_than_tables_are_worth(array, dtype):
     token(array, (x.astype(F) * F(1e-6)).astype(dtype))
 
 
+def test_more_than_caches_hold(array):
+    """Codes that go past the caches, from any address on."""
+    for width, offset in ((4096, 0), (4100, 3)):
+        token(array, rows((1030, width), FLOATS[2], odd=True), offset=offset)
+
+
 @DTYPES
 @KINDS
 def test_nan_and_infinity(array, dtype, kind):

@@ -78,6 +78,10 @@ def test_more_than_caches_hold(array):
     x = rows((2100, 2080), BF16, odd=True)
     run(array, x, 16, offset=8)
     run(array, x, 130)
+    x = rows((2100, 2048), BF16, odd=True)
+    for size, kind in ((128, E4M3), (64, INT8), (256, INT8)):
+        run(array, x, size, kind)
+    run(array, x, 128, scale_ue8m0=True)
 
 
 def test_largest_codes(array):

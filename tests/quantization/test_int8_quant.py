@@ -71,6 +71,19 @@ def test_more_than_caches_hold(array):
     dynamic(array, x, op="per_token_quant_int8", offset=3)
 
 
+@DTYPES
+def test_zero_points_of_one_sign_and_of_neighbours(array, dtype):
+    """Rows without a negative or a positive number, whose spread is far below their size, or the smallest there is."""
+    x = np.abs(rows((12, 333), dtype, seed=5))
+    x[1] = (1000 + np.arange(333) % 3).astype(dtype)
+    x[2] = np.nextafter(np.float16(0), np.float16(1)).astype(dtype) * (np.arange(333) % 2).astype(dtype)
+    x[3] = np.finfo(dtype).max if dtype.kind == "f" else 3e38
+    x[4, ::2] = -x[3, ::2]
+    x[5] = dtype.type(-0.0)
+    for v in (x, -x):
+        dynamic(array, v, azp=True)
+
+
 def test_halves_and_next_to_them(array):
     halves = np.arange(-126, 127).astype(F) + F(0.5)
     x = np.concatenate(

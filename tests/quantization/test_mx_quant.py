@@ -55,6 +55,13 @@ def test_many_blocks(array, dtype, kind, mode):
     run(array, rows((300, 1024), dtype, odd=True), kind, mode)
 
 
+@KINDS
+def test_more_than_caches_hold(array, kind):
+    """Codes that go past the caches: whole lines, and rows that do not begin with one."""
+    run(array, rows((2100, 2048), FLOATS[2], odd=True), kind, "ocp")
+    run(array, rows((2100, 2080), FLOATS[2], odd=True), kind, "ceil", offset=8)
+
+
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=name_of)
 def test_more_than_fill_a_gpu(array, dtype):
     """So many that a thread has two rows of mxfp4."""

@@ -116,9 +116,40 @@ class NormalE4M3 {
 };
 #endif
 
-// inside: no product is NaN, infinite or above the largest code.
+#if defined(__AVX512BW__)
+// int8 of 16-bit numbers times a factor, plus a zero point, where no product is so large that its integer would not fit into 16
+// bits with it; kAway: halves are rounded away from zero.  20 instructions for 64 bf16 that need no zero point, but for what
+// rounds.
+template <bool kAway, bool kShifted, class T>
+[[gnu::always_inline]] inline void int8_codes(i8* to, const T* from, int64_t n, bool past, float factor,
+                                              int32_t zero_point) {
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(zero_point));
+  const auto integers = [=](__m512 x) {
+    const __m512 v = _mm512_mul_ps(x, splat(factor));
+    if constexpr (!kAway) return _mm512_maskz_cvtps_epi32(0xffff, v);
+    const __m512i half = _mm512_ternarylogic_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(0x3effffff),
+                                                   _mm512_set1_epi32(INT32_MIN), 0xe4);  // c ? a : b; see AwayInt8
+    return _mm512_maskz_cvttps_epi32(0xffff, _mm512_add_ps(v, _mm512_castsi512_ps(half)));
+  };
+  store_words<true>(to, from, n, past, [=](__m512i bits) {
+    const Pair<T> x = load_pair<T>(reinterpret_cast<const T*>(&bits));
+    __m512i words;
+    if constexpr (kAlternating<T>) {
+      words = _mm512_mask_blend_epi16(0xaaaaaaaa, integers(x.x), _mm512_maskz_slli_epi32(0xffff, integers(x.y), 16));
+    } else {
+      const __m256i low = _mm512_maskz_cvtepi32_epi16(0xffff, integers(x.x));
+      words = _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low),
+                                       _mm512_maskz_cvtepi32_epi16(0xffff, integers(x.y)), 1);
+    }
+    return kShifted ? _mm512_add_epi16(words, zero) : words;
+  });
+}
+#endif
+
+// inside: no product is NaN, infinite or above the largest code.  past: lines that are whole may go past the caches.
 template <class T>
-inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside) {
+inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, float factor, bool inside,
+                        [[maybe_unused]] bool past = false) {
   switch (kind) {
     case QuantCode::kE4M3:
 #if defined(__AVX512BW__)
@@ -132,6 +163,10 @@ inline void codes_times(QuantCode kind, void* to, const T* from, int64_t n, floa
     case QuantCode::kInt8Truncated:
       return multiply_to_codes<TruncatedInt8>(to, from, n, factor);
     default:
+#if defined(__AVX512BW__)
+      if constexpr (sizeof(T) == 2)
+        if (inside) return int8_codes<false, false>(static_cast<i8*>(to), from, n, past, factor, 0);
+#endif
       return inside ? multiply_to_codes<InsideInt8>(to, from, n, factor)
                     : multiply_to_codes<int8_t>(to, from, n, factor);
   }
@@ -200,8 +235,9 @@ inline Words larger_halfwords(Words a, Words b) {
 
 // Of kWidth rows of n elements of 16 bits, a multiple of kPair: lane i is that of row i.
 template <class T>
-inline Words largest_of_rows(const T* from, int64_t n) {
+[[gnu::always_inline]] inline Words largest_of_rows(const T* from, int64_t n) {
   Words v[kWidth];
+#pragma GCC unroll 16
   for (int64_t g = 0; g < kWidth; ++g, from += n) {
     Words largest = load_raw<Words>(from) & 0x7fff7fffu;
     for (int64_t i = kPair; i < n; i += kPair)
@@ -245,6 +281,8 @@ void find_largest(float* most, float* inside, const T* from, int64_t n, int64_t 
 #if defined(__AVX512BW__)
     if constexpr (sizeof(T) == 2) {
       if (n == kShortRow && rows == kWidth) return largest_of_short_rows(from);
+      if (n == kPair && rows == kWidth) return largest_of_rows(from, kPair);
+      if (n == 4 * kPair && rows == kWidth) return largest_of_rows(from, 4 * kPair);
       if (n % kPair == 0 && rows == kWidth) return largest_of_rows(from, n);
     }
 #endif

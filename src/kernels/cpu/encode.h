@@ -211,50 +211,43 @@ class Encoder<T, Code, Rule> {
     convert(to, from, n, power, past);
   }
   // Of `count` times kPair elements, at most kWidth times, each of which is divided by 2^(exponents[i] - 127).
-  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead) const {
-    const Tables tables = table_;
-    const __m512i shifts = _mm512_maskz_slli_epi32(
-        0xffff, _mm512_maskz_sub_epi32(0xffff, _mm512_loadu_si512(exponents), _mm512_set1_epi32(127)), kMantissa);
-    const auto at = [&](__m512i bound) {  // twice in a word, within a magnitude's bits
-      const __m512i bounds = _mm512_add_epi32(_mm512_and_si512(bound, _mm512_set1_epi32(0xffff)), shifts);
-      const __m512i within = _mm512_maskz_max_epi32(
-          0xffff, _mm512_maskz_min_epi32(0xffff, bounds, _mm512_set1_epi32(Steps::kInfinity)), __m512i{});
-      return _mm512_maskz_mullo_epi32(0xffff, within, _mm512_set1_epi32(0x10001));
-    };
-    uint32_t shift[kWidth], least[kWidth], top[kWidth];
-    _mm512_storeu_si512(shift,
-                        _mm512_mask_blend_epi16(0xaaaaaaaa, shifts, _mm512_maskz_slli_epi32(0xffff, shifts, 16)));
-    _mm512_storeu_si512(least, at(tables.least_normal));
-    _mm512_storeu_si512(top, at(tables.top));
-    const auto both = [](uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); };
-    const auto normal = [&](__m512i magnitude, int64_t i) {
-      const __m512i within = _mm512_maskz_min_epu16(~__mmask32{}, magnitude, both(top[i]));
-      return normal_codes(within, _mm512_sub_epi16(within, both(shift[i])), tables.normal);
-    };
+  void scaled_pairs(Code* to, const T* from, int64_t count, const uint32_t* exponents, int64_t ahead, bool past) const {
+    // Bits of quotients less those of 2^-47, below which no code is normal: magnitudes' bits less one number, saturated at 0.
+    constexpr int kBinades = 80, kLess = kBinades << kMantissa;
+    static_assert(__is_same(T, bf16));
+    uint32_t base[kWidth];  // twice in a word
+    _mm512_storeu_si512(
+        base, __builtin_bit_cast(__m512i, ((load_raw<Words>(exponents) - (127u - kBinades)) << kMantissa) * 0x10001u));
+    const auto all = [](int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); };
+    const __m512i normal = _mm512_add_epi16(table_.normal, all(kLess)), least = all(least_normal() - kLess),
+                  largest = _mm512_set1_epi8(Steps::kLargestCode);
     int64_t i = 0;
     for (; i + 2 <= count; i += 2) {
       const __m512i first = _mm512_loadu_si512(from + i * kPair), second = _mm512_loadu_si512(from + (i + 1) * kPair);
-      const __m512i x = magnitude_of(first), y = magnitude_of(second);
+      const auto quotient = [&](__m512i bits, int64_t k) {
+        return _mm512_subs_epu16(magnitude_of(bits), _mm512_set1_epi32(static_cast<int>(base[k])));
+      };
+      const __m512i x = quotient(first, i), y = quotient(second, i + 1);
       prefetch_bytes(from + i * kPair + ahead, 2 * kPair * sizeof(T));
-      const __mmask32 small =
-          _mm512_cmplt_epu16_mask(x, both(least[i])) | _mm512_cmplt_epu16_mask(y, both(least[i + 1]));
-      if (small == 0) {
-        store_raw(to + i * kPair, with_signs(normal(x, i), normal(y, i + 1), first, second), false);
+      if (_mm512_cmplt_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least) == 0) {
+        const __m512i codes = _mm512_packus_epi16(normal_codes(x, x, normal), normal_codes(y, y, normal));
+        store_raw(to + i * kPair, with_signs(_mm512_maskz_min_epu8(~__mmask64{}, codes, largest), first, second), past);
       } else {
-        convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
-        convert(to + (i + 1) * kPair, from + (i + 1) * kPair, kPair, static_cast<int>(exponents[i + 1]) - 127, false);
+        convert_rare(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, past);
+        convert_rare(to + (i + 1) * kPair, from + (i + 1) * kPair, kPair, static_cast<int>(exponents[i + 1]) - 127,
+                     past);
       }
     }
-    if (i < count) convert(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, false);
+    if (i < count) convert_rare(to + i * kPair, from + i * kPair, kPair, static_cast<int>(exponents[i]) - 127, past);
   }
   bool tables() const { return tables_; }
 
   // What 64 finite elements below the largest code need where all codes are normal: false where one is not.
-  static bool store_normal(Code* to, const T* from, __m512i least, __m512i normal) {
+  static bool store_normal(Code* to, const T* from, __m512i least, __m512i normal, bool past) {
     const __m512i first = _mm512_loadu_si512(from), second = _mm512_loadu_si512(from + kPair);
     const __m512i x = magnitude_of(first), y = magnitude_of(second);
     if (_mm512_cmplt_epu16_mask(_mm512_maskz_min_epu16(~__mmask32{}, x, y), least) != 0) return false;
-    store_raw(to, with_signs(normal_codes(x, x, normal), normal_codes(y, y, normal), first, second), false);
+    store_raw(to, with_signs(normal_codes(x, x, normal), normal_codes(y, y, normal), first, second), past);
     return true;
   }
   // From where on they are normal, in the bits of T, and their d.
@@ -278,11 +271,18 @@ class Encoder<T, Code, Rule> {
     return _mm512_srli_epi16(_mm512_add_epi16(sum, d), kDrop);
   }
   // Bytes of 64 codes, with the signs of their elements.
-  static __m512i with_signs(__m512i x, __m512i y, __m512i first, __m512i second) {
-    const __m512i codes = _mm512_packus_epi16(x, y), signs = _mm512_packs_epi16(first, second);
+  static __m512i with_signs(__m512i codes, __m512i first, __m512i second) {
+    const __m512i signs = _mm512_packs_epi16(first, second);
     return one_after_other(_mm512_ternarylogic_epi32(codes, signs, _mm512_set1_epi8(-128), 0xf8));  // a | b & c
   }
+  static __m512i with_signs(__m512i x, __m512i y, __m512i first, __m512i second) {
+    return with_signs(_mm512_packus_epi16(x, y), first, second);
+  }
 
+  // Out of line, so that what it needs is not made for all others.
+  [[gnu::noinline, gnu::cold]] void convert_rare(Code* to, const T* from, int64_t n, int power, bool past) const {
+    convert(to, from, n, power, past);
+  }
   // Where 64 elements have normal codes alone, one table does; else each is looked up in all.
   void convert(Code* to, const T* from, int64_t n, int power, bool past) const {
     const Tables tables = table_;  // which no store can change

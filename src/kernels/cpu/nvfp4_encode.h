@@ -166,7 +166,7 @@ class Nvfp4Encoder<T> {
       if (!tables_ || !find_scales(scales, from, whole)) {
         store_nvfp4(codes, scales, from, n, global_, four_over_six_);
       } else {
-        stairs_(codes, from, whole, scales, ahead);
+        stairs_(codes, from, whole, scales, ahead, false);
       }
     }
   }

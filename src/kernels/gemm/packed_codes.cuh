@@ -407,15 +407,19 @@ struct EntriesOf<T, CodeKind::kTable16> {
 };
 
 // Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below): those of GGUF, and what is like
-// them.  Others without minima are as quick without that, and exact; so is int4 of experts (has_map).
-inline bool is_folded(const PackedWeight& w, bool has_map) {
+// them; of groups of any size int4 with scales of float16, for x of bfloat16, of which that is one instruction for two codes.  Others
+// without minima are as quick without that, and exact; so is int4 of experts (has_map).
+template <class T>
+bool is_folded(const PackedWeight& w, bool has_map) {
   const bool is_wide = w.scales_kind != ScaleKind::kF16 && !has_supers(w.scales_kind);
   if (w.codes_kind == CodeKind::kTable16) return !is_wide;
   if (!is_integer(w.codes_kind)) return false;
   if (w.minima_kind == MinimumKind::kZero) return false;  // s z is often larger than w, and would be rounded
   if (w.minima_kind != MinimumKind::kNone) return true;
+  const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
+  if (is_wide || (is_uint4 && has_map)) return false;
   const bool is_small = w.groups() > 1 && (w.group_size == 16 || w.group_size == 32);
-  return is_small && !is_wide && !(w.codes_kind == CodeKind::kUint4 && has_map);
+  return is_small || (is_uint4 && !kIsHalf<T> && w.scales_kind == ScaleKind::kF16);
 }
 
 // How: scales of float16; any without minima, and entries of a table that are no integers; any with minima; the bytes of Q3_K and
@@ -525,7 +529,6 @@ struct Folding {
   // What sums are to be multiplied by: a code, as the bits of a number, is so many times the smallest of T, and a scale times the
   // inverse of that would be too large.
   static constexpr float kUnit = kIsExact ? 1.0f : kIsHalf<T> ? 0x1p10f : 0x1p32f;
-  static constexpr float kSmallest = kIsHalf<T> ? 0x1p-24f : 0x1p-133f;
 
   // s and m of a group for rows g and 8 + g.
   struct Factors {

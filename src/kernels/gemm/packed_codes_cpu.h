@@ -34,7 +34,8 @@ inline Floats spread4(Floats v) {
 class TableCodes {
  public:
   static constexpr int kPlanes = 1;
-  static constexpr bool kQuickPairs = true;  // so that two products with pairs take less than those with floats
+  static constexpr bool kQuickPairs = true;    // so that two products with pairs take less than those with floats
+  static constexpr bool kQuickFloats = false;  // by way of pairs, which are exact
 
   explicit TableCodes(const float (&table)[16]) {
 #if defined(__AVX512F__)
@@ -103,7 +104,7 @@ template <CodeKind kKind>
 class ByteCodes {
  public:
   static constexpr int kPlanes = 2;
-  static constexpr bool kQuickPairs = kKind == CodeKind::kE4M3;
+  static constexpr bool kQuickPairs = kKind == CodeKind::kE4M3, kQuickFloats = kQuickPairs;
 
   explicit ByteCodes(const float (&)[16]) {}
 

@@ -22,7 +22,9 @@ class FactorCopies {
         of_scales_(8 * bytes_of(p.weight.scales_kind) * p.items),
         of_minima_(8 * bytes_of(p.weight.minima_kind) * p.items),
         count_(of_scales_ + of_minima_ + (p.weight.supers ? 16 : 0) + (p.weight.lows ? 16 : 0)),
-        are_regular_(p.weight.group_size == p.steps * 16 && p.groups % p.items == 0 && count_ <= 32 * kPrepared) {
+        has_stages_(p.steps == 8),
+        are_regular_((has_stages_ || (p.weight.group_size == p.steps * 16 && p.groups % p.items == 0)) &&
+                     count_ <= 32 * kPrepared) {
     if (!are_regular_) return;
 #pragma unroll
     for (int k = 0; k < kPrepared; ++k)
@@ -31,11 +33,12 @@ class FactorCopies {
   // Of stage i to its place in the ring.
   __device__ void copy(uint32_t stage, int i) const {
     if (!are_regular_) return copy_one_by_one(stage, i);
+    const int group = has_stages_ ? p_.groups_by.quotient(i * kColumns) : i;  // or those of a stage
 #pragma unroll
     for (int k = 0; k < kPrepared; ++k) {
       if (k * 32 >= count_) break;
       const Piece& own = prepared_[k];
-      if (own.from) cp_async_16(stage + own.to, own.from + int64_t{i >> own.halves} * own.step);
+      if (own.from) cp_async_16(stage + own.to, own.from + int64_t{own.halves ? i >> 1 : group} * own.step);
     }
   }
 
@@ -81,7 +84,7 @@ class FactorCopies {
   const int row_tile_;
   const int64_t shift_;
   const int of_scales_, of_minima_, count_;  // pieces
-  const bool are_regular_;                   // those of a stage lie side by side
+  const bool has_stages_, are_regular_;      // a group has whole stages; those of a stage lie side by side
   Piece prepared_[kPrepared];
 };
 

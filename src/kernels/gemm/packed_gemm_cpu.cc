@@ -3,13 +3,14 @@
 // A vector of words holds kWidth / 4 rows times four steps of 16 columns: each lane keeps a sum of its own step, and the four
 // are added at the end.  A tile is decoded once for several tokens.
 #include <algorithm>
+#include <memory>
 #include <utility>
-#include <vector>
 
 #include "cpu/parallel.h"
 #include "cpu/silu.h"
 #include "gemm/packed_codes_cpu.h"
 #include "gemm/packed_gemm.h"
+#include "gemm/quick_pairs_cpu.h"
 #include "gemm/tile_map_cpu.h"
 
 namespace pykv::PYKV_ISA {
@@ -17,7 +18,9 @@ namespace {
 
 constexpr int kUnit = PackedWeight::kUnit, kParts = 32 / kWidth;  // vectors of words of a tile for each c
 constexpr int kAhead = 16;      // units from where the codes of one token are read to where they are asked for
-constexpr int64_t kChunk = 64;  // tokens whose x is kept in the order of tiles
+constexpr int64_t kChunk = 64;  // tokens that a block is decoded for
+constexpr int64_t kMostAlone = kWidth == 16 ? 4 : 1;  // tokens for which a block is decoded anew each time
+constexpr int64_t kMostRows = 256;  // tokens whose x is kept in the order of tiles, a multiple of kChunk
 
 // The lanes of each step and of those after it.
 struct StepMasks {
@@ -50,8 +53,8 @@ struct StepGroups {
 // together, [unit][token]: rows that are a power of two apart would want the same places of the first cache.
 template <class Element>
 struct Reordered {
-  std::vector<Element> x;
-  std::vector<float> sums;
+  std::unique_ptr<Element[]> x;  // not set: by many threads a page that is touched first is
+  std::unique_ptr<float[]> sums;
 };
 
 // Of a function or a lambda: where GCC calls it, sums go through memory.
@@ -63,6 +66,14 @@ template <int kCount, class With>
   [&]<int... kAt>(std::integer_sequence<int, kAt...>) __attribute__((always_inline)) {
     (with(std::integral_constant<int, kAt>{}), ...);
   }(std::make_integer_sequence<int, kCount>{});
+}
+
+// of(0), of(1), ... of all lanes, which must be known where this is compiled.
+template <class Of>
+[[gnu::always_inline]] inline Words of_lanes(Of of) {
+  return [&]<int... kAt>(std::integer_sequence<int, kAt...>) __attribute__((always_inline)) {
+    return Words{static_cast<uint32_t>(of(kAt))...};
+  }(std::make_integer_sequence<int, kWidth>{});
 }
 
 // Sums are worked out here: GCC would move the work behind the branches of factors, and what it is done with into memory.
@@ -86,9 +97,19 @@ inline void of_steps(Floats v, float* to) {
 template <class Codes>
 struct InFloats {
   using Element = float;  // [c][h][e][j]
-  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = kWidth == 16 ? 8 : 4;
+  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = kWidth == 16 ? 8 : 4, kVectorsAlone = 2;
   static void put(Element* x, const float (&v)[kUnit]) {
-    for (int i = 0; i < kUnit; ++i) x[i % 16 / 2 * 8 + i % 2 * 4 + i / 16] = v[i];
+#if defined(__AVX512F__)
+    unrolled<4>([&](auto quarter) PYKV_ALWAYS_INLINE {
+      constexpr int kFirst = 4 * quarter;
+      const Words lanes = of_lanes([](int lane) { return kFirst + lane / 4 + lane % 2 * 16; });
+      const Floats first_two = shuffle(load(v), load(v + 16), lanes),
+                   others = shuffle(load(v + 32), load(v + 48), lanes);
+      store(x + 4 * kFirst, select(of_lanes([](int lane) { return lane % 4 < 2 ? -1 : 0; }), first_two, others));
+    });
+#else
+    for (int i = 0; i < kUnit; ++i) x[i % 16 * 4 + i / 16] = v[i];
+#endif
   }
   struct Pair {
     Floats first, second;
@@ -97,6 +118,12 @@ struct InFloats {
   static Weights decode(const Codes& codes, const uint32_t* words, int half, int h) {
     const auto tile = load_raw<Words>(words + h * (Codes::kPlanes - 1) * 128);
     const int shift = Codes::shift(half, h);
+#if defined(__AVX512BF16__)
+    if constexpr (Codes::kQuickFloats) {
+      const auto pairs = __builtin_bit_cast(Words, codes.pair(tile, shift));
+      return {__builtin_bit_cast(Floats, pairs << 16), __builtin_bit_cast(Floats, pairs & 0xffff0000u)};
+    }
+#endif
     return {codes.element(tile, shift), codes.element(tile, shift + 16)};
   }
   using Sum = Floats;
@@ -117,9 +144,18 @@ struct InFloats {
 template <class Codes>
 struct InPairs {
   using Element = bf16;  // [c][h][j][e]
-  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = 8;
+  static constexpr int kOfUnit = 64, kSteps = 2, kMostTokens = 8, kVectorsAlone = 2;
   static void put(Element* x, const float (&v)[kUnit]) {
-    for (int i = 0; i < kUnit; ++i) x[i % 16 / 2 * 8 + i / 16 * 2 + i % 2] = from_float<bf16>(v[i]);
+    const auto pairs = [&](int i) {
+      return __builtin_bit_cast(Words, _mm512_cvtne2ps_pbh(load(v + i + 16), load(v + i)));
+    };
+    const Words first_two = pairs(0), second_two = pairs(32);
+    unrolled<2>([&](auto part) PYKV_ALWAYS_INLINE {
+      constexpr int kFirst = 4 * part;
+      const Words some =
+          shuffle(first_two, second_two, of_lanes([](int lane) { return lane % 4 * 8 + kFirst + lane / 4; }));
+      __builtin_memcpy(x + 8 * kFirst, &some, sizeof(some));
+    });
   }
   using Weights = __m512bh;
   static Weights decode(const Codes& codes, const uint32_t* words, int half, int h) {
@@ -142,27 +178,45 @@ struct InBytes {
   // [c][byte][j] of four bytes, [byte][j] what a sum begins with, [j] what an integer is multiplied by
   using Element = int32_t;
   static constexpr int kBytes = 3, kBeginAt = 16 * kBytes, kUnitsAt = 20 * kBytes, kOfUnit = kUnitsAt + 4;
-  static constexpr int kSteps = 1, kMostTokens = 4;
+  static constexpr int kSteps = 1, kMostTokens = 4, kVectorsAlone = 1;
 
   static void put(Element* x, const float (&v)[kUnit]) {
+    __m512i whole[4];
     for (int j = 0; j < 4; ++j) {
       const Floats step = load(v + 16 * j);
       const Words magnitudes = __builtin_bit_cast(Words, step) & 0x7fffffffu;
-      uint32_t largest = 0;  // GCC 12 warns of its own _mm512_reduce_max_epu32
-      for (int i = 0; i < 16; ++i) largest = std::max<uint32_t>(largest, magnitudes[i]);
       float unit;
-      if (largest >= 0x7f800000u) {
+      if (_mm512_cmpge_epu32_mask(__builtin_bit_cast(__m512i, magnitudes), _mm512_set1_epi32(0x7f800000)) != 0) {
         unit = infinity_of(v + 16 * j);
-        put_step(x, j, signs_of_infinity(step));
+        whole[j] = signs_of_infinity(step);
       } else {
         // so that the largest is less than 2^kBits of them
+        const auto largest = __builtin_bit_cast(uint32_t, max(__builtin_bit_cast(Floats, magnitudes)));
         const int wanted = static_cast<int>(largest >> 23) - kBits + 1;
         const uint32_t exponent = wanted < 1 ? 1 : static_cast<uint32_t>(wanted);
         unit = __builtin_bit_cast(float, exponent << 23);
-        const float units_of_1 = __builtin_bit_cast(float, (254 - exponent) << 23);
-        put_step(x, j, _mm512_maskz_cvtps_epi32(0xffff, step * units_of_1));
+        whole[j] = _mm512_maskz_cvtps_epi32(0xffff, step * __builtin_bit_cast(float, (254 - exponent) << 23));
       }
       __builtin_memcpy(x + kUnitsAt + j, &unit, sizeof(unit));
+    }
+    for (int byte = 0; byte < kBytes; ++byte) {
+      Words bytes = {};  // [c][j] of four, in the order of the codes of a word: columns 0, 2, 1, 3
+      unrolled<4>([&](auto j) PYKV_ALWAYS_INLINE {
+        constexpr int kStep = j;
+        const __m512i digits = _mm512_maskz_srai_epi32(0xffff, _mm512_maskz_slli_epi32(0xffff, whole[j], 24), 24);
+        whole[j] = _mm512_maskz_srai_epi32(0xffff, _mm512_sub_epi32(whole[j], digits), 8);
+        const auto places = of_lanes([](int lane) { return lane % 4 == kStep ? 0x0c040800 : -1; });
+        bytes |= __builtin_bit_cast(
+            Words, _mm512_maskz_shuffle_epi8(~__mmask64{}, digits, __builtin_bit_cast(__m512i, places)));
+      });
+      auto all =
+          __builtin_bit_cast(Words, _mm512_dpbusd_epi32(__m512i{}, _mm512_set1_epi8(static_cast<char>(Codes::kOffset)),
+                                                        __builtin_bit_cast(__m512i, bytes)));
+      all += shuffle(all, all, of_lanes([](int lane) { return lane ^ 4; }));
+      all += shuffle(all, all, of_lanes([](int lane) { return lane ^ 8; }));
+      for (int c = 0; c < 4; ++c)
+        for (int j = 0; j < 4; ++j) x[(c * kBytes + byte) * 4 + j] = static_cast<int32_t>(bytes[4 * c + j]);
+      for (int j = 0; j < 4; ++j) x[kBeginAt + byte * 4 + j] = -static_cast<int32_t>(all[j]);
     }
   }
 
@@ -186,8 +240,14 @@ struct InBytes {
   }
   PYKV_ALWAYS_INLINE static Floats end(const Sum& sum, const Element* x) {
     const __m512i upper = _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, sum.of[2], 8), sum.of[1]);
-    const Floats whole =
-        converted(__builtin_bit_cast(Integers, upper)) * 256.0f + converted(__builtin_bit_cast(Integers, sum.of[0]));
+    Floats whole;
+    if constexpr (Codes::kOffset == 8) {  // fits into 32 bits
+      whole = converted(
+          __builtin_bit_cast(Integers, _mm512_add_epi32(_mm512_maskz_slli_epi32(0xffff, upper, 8), sum.of[0])));
+    } else {
+      whole =
+          converted(__builtin_bit_cast(Integers, upper)) * 256.0f + converted(__builtin_bit_cast(Integers, sum.of[0]));
+    }
     return whole * repeat4(reinterpret_cast<const float*>(x + kUnitsAt));
   }
 
@@ -196,26 +256,6 @@ struct InBytes {
 
   PYKV_ALWAYS_INLINE static __m512i repeat(const Element* x) {
     return _mm512_maskz_broadcast_i32x4(0xffff, load_raw<__m128i>(x));
-  }
-
-  // The 16 columns of a step.
-  static void put_step(Element* x, int j, __m512i whole) {
-    for (int byte = 0; byte < kBytes; ++byte) {
-      alignas(64) int32_t of[16];
-      const __m512i digits = _mm512_maskz_srai_epi32(0xffff, _mm512_maskz_slli_epi32(0xffff, whole, 24), 24);
-      whole = _mm512_maskz_srai_epi32(0xffff, _mm512_sub_epi32(whole, digits), 8);
-      __builtin_memcpy(of, &digits, sizeof(of));
-      int32_t all = 0;
-      for (int c = 0; c < 4; ++c) {
-        // as the codes of a word: columns 0, 2, 1, 3
-        const int32_t* const four = of + 4 * c;
-        const uint32_t bytes =
-            (four[0] & 0xffu) | (four[2] & 0xffu) << 8 | (four[1] & 0xffu) << 16 | static_cast<uint32_t>(four[3]) << 24;
-        x[(c * kBytes + byte) * 4 + j] = static_cast<int32_t>(bytes);
-        all += four[0] + four[1] + four[2] + four[3];
-      }
-      x[kBeginAt + byte * 4 + j] = -Codes::kOffset * all;
-    }
   }
 
   // What is infinite counts as its sign, and all else not at all: infinity times such a sum, NaN if there are both or there is one.
@@ -265,28 +305,36 @@ struct RowList {
   int64_t operator[](int64_t i) const { return rows ? rows[i] : i; }
 };
 
+// Of `count` rows from `first` on.
 template <class T, class Way>
 void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int64_t count,
-             Reordered<typename Way::Element>& into) {
+             const Reordered<typename Way::Element>& into) {
+  constexpr int64_t kUnits = 8;  // at once: those of a single token are shared out, too
   const PackedWeight& w = args.weight;
-  const int64_t top_k = rows.rows ? args.map.top_k : 1;
-  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
+  const int64_t top_k = rows.rows ? args.map.top_k : 1, units = w.padded_k / kUnit;
+  const int64_t pieces = (units + kUnits - 1) / kUnits;
+  parallel_for(count * pieces, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t t = i / pieces, chunk = t / kChunk * kChunk, of_chunk = std::min(kChunk, count - chunk);
+      const int64_t most = count <= kMostAlone ? 1 : Way::kMostTokens;
+      const int64_t together = t - chunk < of_chunk - of_chunk % most ? most : 1;
+      const int64_t place = (t - chunk) % together;
       const T* const row = static_cast<const T*>(args.x) + rows[first + t] / top_k * args.x_stride;
-      const int64_t together = t < count - count % Way::kMostTokens ? Way::kMostTokens : 1, place = t % together;
-      auto* x = into.x.data() + ((t - place) * (w.padded_k / kUnit) + place) * Way::kOfUnit;
-      float* sums = into.sums.data() + t * (w.padded_k / 16);
-      for (int64_t unit = 0; unit < w.padded_k; unit += kUnit, x += together * Way::kOfUnit) {
-        float v[kUnit];
-        for (int64_t column = unit; column < unit + kUnit; ++column) {
-          const int64_t from = w.columns ? w.columns[column] : column;
-          v[column - unit] = from >= 0 && from < w.k ? to_float(row[from * args.x_step]) : 0.0f;
+      for (int64_t unit = i % pieces * kUnits; unit < std::min(units, (i % pieces + 1) * kUnits); ++unit) {
+        alignas(64) float v[kUnit];
+        if (args.x_step == 1 && !w.columns && (unit + 1) * kUnit <= w.k) {
+          for (int i = 0; i < kUnit; i += kWidth) pykv::PYKV_ISA::store(v + i, load(row + unit * kUnit + i));
+        } else {
+          for (int64_t column = unit * kUnit; column < (unit + 1) * kUnit; ++column) {
+            const int64_t from = w.columns ? w.columns[column] : column;
+            v[column - unit * kUnit] = from >= 0 && from < w.k ? to_float(row[from * args.x_step]) : 0.0f;
+          }
         }
-        Way::put(x, v);
+        Way::put(into.x.get() + ((t - place) * units + place + unit * together) * Way::kOfUnit, v);
         for (int j = 0; j < 4; ++j) {
-          float sum = 0.0f;
-          for (int i = 0; i < 16; ++i) sum += v[16 * j + i];
-          *sums++ = sum;
+          Floats of_step = load(v + 16 * j);
+          for (int i = kWidth; i < 16; i += kWidth) of_step += load(v + 16 * j + i);
+          into.sums[static_cast<size_t>((t * units + unit) * 4 + j)] = sum(of_step);
         }
       }
     }
@@ -312,7 +360,7 @@ class RowFactors {
       for (int r = 0; r < kBlocks; ++r)
         for (int half = 0; half < 2; ++half) {
           s[r][half] = select(own, step_s[r][half], s[r][half]);
-          m[r][half] = select(own, step_m[r][half], m[r][half]);
+          if (w_.minima) m[r][half] = select(own, step_m[r][half], m[r][half]);
         }
     }
   }
@@ -420,37 +468,36 @@ class Alone {
   const int64_t block_;
 };
 
-// A vector of rows of each half, of which some columns at a time are decoded once for all rows of out: as many as the first cache has room
-// for, with x of those that are multiplied together.
+// A block of 16 rows, of which some columns at a time are decoded once for all rows of out: as many as the first cache has room for, with
+// x of those that are multiplied together, which all vectors of rows read one after another.
 template <class Codes, class Way>
 class Panel {
  public:
-  // part: which vector of the block
-  Panel(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block, int part)
+  Panel(const PackedWeight& w, const Codes& codes, const Factors& factors, int64_t block)
       : w_(w),
         codes_(codes),
         factors_(w, factors, block),
-        part_(part),
-        words_(reinterpret_cast<const uint32_t*>(w.codes) + block * (w.padded_k / kUnit) * kUnitWords<Codes> +
-               part * kWidth),
+        words_(reinterpret_cast<const uint32_t*>(w.codes) + block * (w.padded_k / kUnit) * kUnitWords<Codes>),
         groups_(w.group_size) {}
 
-  // Of `count` rows; to: sums of 16 rows of the weight, of which these are some.
-  void multiply(const Reordered<typename Way::Element>& by, int64_t count, BlockSums (&to)[kChunk]) {
+  // Of `count` rows.
+  void multiply(const typename Way::Element* x, const float* sums, int64_t count, BlockSums (&to)[kChunk]) {
     constexpr int kTokens = Way::kMostTokens;
     const int64_t units = w_.padded_k / kUnit, whole = count - count % kTokens;
     for (int64_t unit = 0; unit < units; unit += kUnits) {
       const int here = static_cast<int>(units - unit < kUnits ? units - unit : kUnits);
-      for (int i = 0; i < here; ++i) decode(units_[i], (unit + i) * kUnit);
+      for (int i = 0; i < here; ++i) decode(i, (unit + i) * kUnit);
       const auto run = [&]<int kCount>(int64_t t) {
-        multiply<kCount>(here, by.x.data() + (t * units + kCount * unit) * Way::kOfUnit,
-                         by.sums.data() + (t * units + unit) * 4, total_ + t);
+        for (int part = 0; part < kParts; ++part)
+          multiply<kCount>(part, here, x + (t * units + kCount * unit) * Way::kOfUnit, sums + (t * units + unit) * 4,
+                           total_[part] + t);
       };
       for (int64_t t = 0; t < whole; t += kTokens) run.template operator()<kTokens>(t);
       for (int64_t t = whole; t < count; ++t) run.template operator()<1>(t);
     }
     for (int64_t t = 0; t < count; ++t)
-      for (int half = 0; half < 2; ++half) of_steps(total_[t][half], to[t] + half * 8 + part_ * (kWidth / 4));
+      for (int part = 0; part < kParts; ++part)
+        for (int half = 0; half < 2; ++half) of_steps(total_[part][t][half], to[t] + half * 8 + part * (kWidth / 4));
   }
 
  private:
@@ -461,32 +508,36 @@ class Panel {
   };
   using Total = Floats[2];
 
-  void decode(Unit& unit, int64_t column) {
-    unrolled<4 * Way::kSteps>([&](auto i) PYKV_ALWAYS_INLINE {
-      constexpr int c = i / Way::kSteps, step = i % Way::kSteps;
-      unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
-        unit.of[c][step][half] = Way::decode(codes_, words_ + c * 32, half, step);
-      });
-    });
+  void decode(int at, int64_t column) {
     groups_.next();
-    Floats s[1][2] = {}, m[1][2] = {};
-    factors_.of_unit(column, groups_, part_, s, m);
-    for (int half = 0; half < 2; ++half) {
-      unit.scale[half] = s[0][half];
-      unit.minimum[half] = m[0][half];
+    for (int part = 0; part < kParts; ++part) {
+      Unit& unit = units_[part][at];
+      unrolled<4 * Way::kSteps>([&](auto i) PYKV_ALWAYS_INLINE {
+        constexpr int c = i / Way::kSteps, step = i % Way::kSteps;
+        unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE {
+          unit.of[c][step][half] = Way::decode(codes_, words_ + part * kWidth + c * 32, half, step);
+        });
+      });
+      Floats s[1][2] = {}, m[1][2] = {};
+      factors_.of_unit(column, groups_, part, s, m);
+      for (int half = 0; half < 2; ++half) {
+        unit.scale[half] = s[0][half];
+        unit.minimum[half] = m[0][half];
+      }
     }
     words_ += kUnitWords<Codes>;
   }
 
   template <int kTokens>
-  void multiply(int count, const typename Way::Element* x, const float* sums, Total* to) const {
+  void multiply(int part, int count, const typename Way::Element* x, const float* sums, Total* to) const {
     const int64_t stride = w_.padded_k / 16;
+    // Both halves of rows by a token, then by the next: what is read of x is not wanted any longer.
     const auto each = [&](auto&& with) PYKV_ALWAYS_INLINE {
-      unrolled<2>([&](auto half)
-                      PYKV_ALWAYS_INLINE { unrolled<kTokens>([&](auto t) PYKV_ALWAYS_INLINE { with(half, t); }); });
+      unrolled<kTokens>([&](auto t)
+                            PYKV_ALWAYS_INLINE { unrolled<2>([&](auto half) PYKV_ALWAYS_INLINE { with(half, t); }); });
     };
     const bool adds = w_.minima;
-    for (const Unit* unit = units_; unit < units_ + count; ++unit) {
+    for (const Unit* unit = units_[part]; unit < units_[part] + count; ++unit) {
       typename Way::Sum sum[2][kTokens];
       each([&](auto half, auto t) PYKV_ALWAYS_INLINE { Way::begin(sum[half][t], x + t * Way::kOfUnit); });
 #pragma GCC unroll 4
@@ -517,11 +568,10 @@ class Panel {
   const PackedWeight& w_;
   const Codes& codes_;
   const RowFactors<1> factors_;
-  const int part_;
   const uint32_t* words_;
   StepGroups groups_;
-  Unit units_[kUnits];
-  Total total_[kChunk] = {};
+  Unit units_[kParts][kUnits];
+  Total total_[kParts][kChunk] = {};
 };
 
 inline Floats activated(Gate gate, Floats a) {
@@ -591,32 +641,38 @@ void store(const PackedGemmArgs& args, const RowList& rows, int64_t block, int64
 }
 
 template <class T, class Codes, class Way>
-void multiply(const PackedGemmArgs& args, const RowList& rows_of, const Codes& codes, const Factors& factors) {
+void multiply(const PackedGemmArgs& args, const RowList& rows, const Codes& codes, const Factors& factors) {
   const PackedWeight& w = args.weight;
-  const int64_t rows = rows_of.count < kChunk ? rows_of.count : kChunk, units = w.padded_k / kUnit;
-  Reordered<typename Way::Element> reordered;
-  reordered.x.resize(static_cast<size_t>(rows * units * Way::kOfUnit));
-  reordered.sums.resize(static_cast<size_t>(rows * units * 4));
-  for (int64_t first = 0; first < rows_of.count; first += kChunk) {
-    const int64_t count = rows_of.count - first < kChunk ? rows_of.count - first : kChunk;
-    reorder<T, Way>(args, rows_of, first, count, reordered);
-    if (count == 1) {
-      parallel_for((w.n + 31) / 32, 2, [&](int64_t begin, int64_t end) {
+  const int64_t most = std::min(rows.count, kMostRows), units = w.padded_k / kUnit;
+  using Element = typename Way::Element;
+  const Reordered<Element> x{
+      std::make_unique_for_overwrite<Element[]>(static_cast<size_t>(most * units * Way::kOfUnit)),
+      std::make_unique_for_overwrite<float[]>(static_cast<size_t>(most * units * 4))};
+  for (int64_t first = 0; first < rows.count; first += kMostRows) {
+    const int64_t here = std::min(kMostRows, rows.count - first);
+    reorder<T, Way>(args, rows, first, here, x);
+    if (here <= kMostAlone) {
+      parallel_for((w.n + 31) / 32, 1, [&](int64_t begin, int64_t end) {
         for (int64_t band = begin; band < end; ++band) {
-          BlockSums of_blocks[2];
-          Alone<Codes, Way, kWidth == 16 ? 1 : 2>(w, codes, factors, band * 2)
-              .run(reordered.x.data(), reordered.sums.data(), of_blocks);
-          for (int r = 0; r < 2; ++r) store<T>(args, rows_of, band * 2 + r, first, 1, &of_blocks[r]);
+          Alone<Codes, Way, Way::kVectorsAlone> alone(w, codes, factors, band * 2);
+          for (int64_t t = 0; t < here; ++t) {
+            BlockSums of_blocks[2];
+            alone.run(x.x.get() + t * units * Way::kOfUnit, x.sums.get() + t * units * 4, of_blocks);
+            for (int r = 0; r < 2; ++r) store<T>(args, rows, band * 2 + r, first + t, 1, &of_blocks[r]);
+          }
         }
       });
       continue;
     }
-    parallel_for((w.n + 15) / 16, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block) {
+    // All blocks with some rows of x, then all with the next.
+    const int64_t blocks = (w.n + 15) / 16;
+    parallel_for(blocks * ((here + kChunk - 1) / kChunk), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t chunk = i / blocks * kChunk, block = i % blocks, count = std::min(kChunk, here - chunk);
         BlockSums of_block[kChunk];
-        for (int part = 0; part < kParts; ++part)
-          Panel<Codes, Way>(w, codes, factors, block, part).multiply(reordered, count, of_block);
-        store<T>(args, rows_of, block, first, static_cast<int>(count), of_block);
+        Panel<Codes, Way>(w, codes, factors, block)
+            .multiply(x.x.get() + chunk * units * Way::kOfUnit, x.sums.get() + chunk * units * 4, count, of_block);
+        store<T>(args, rows, block, first + chunk, static_cast<int>(count), of_block);
       }
     });
   }
@@ -627,12 +683,12 @@ void multiply(const PackedGemmArgs& args, const RowList& rows, const float (&tab
   const Codes codes(table);
 #if defined(__AVX512BF16__)
   if constexpr (__is_same(T, bf16)) {
-    return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
+    if (has_quick_pairs()) return multiply<T, Codes, InPairs<Codes>>(args, rows, codes, factors);
   } else {
     if constexpr (Codes::kHasOctets)
       if (codes.has_octets()) return multiply<T, Codes, InBytes<Codes>>(args, rows, codes, factors);
     if constexpr (Codes::kQuickPairs) {
-      bool is_exact = true;  // in bf16, as all tables are but NF4's
+      bool is_exact = has_quick_pairs();  // in bf16, as all tables are but NF4's
       for (const float entry : table) is_exact = is_exact && to_float(from_float<bf16>(entry)) == entry;
       if (is_exact) return multiply<T, Codes, InSplitPairs<Codes>>(args, rows, codes, factors);
     }

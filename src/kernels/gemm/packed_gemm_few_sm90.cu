@@ -584,7 +584,7 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
         was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-    if (is_folded(w, map.rows)) {
+    if (is_folded<T>(w, map.rows)) {
       if (is_uint4) return run.template operator()<CodeKind::kUint4, Minima::kFolded>();
       if (w.codes_kind == CodeKind::kUint8) return run.template operator()<CodeKind::kUint8, Minima::kFolded>();
       return run.template operator()<CodeKind::kTable16, Minima::kFolded>();

@@ -26,7 +26,7 @@ inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kL
 inline constexpr int kMostSegments = 4;
 // Sums of a lane; of those of all segments so far, in shared memory.
 inline constexpr int kSums = kTokens / 2, kParked = 76;
-inline constexpr int kThreads = 4 * 128, kOfMultipliers = 200, kOfDecoders = 56;  // registers
+inline constexpr int kThreads = 4 * 128;
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
 inline constexpr int kStages = 3;
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
@@ -47,6 +47,8 @@ struct Shape {
   using Code = Codes<T, kKind_>;
   static constexpr CodeKind kKind = kKind_;
   static constexpr bool kScales = kScales_;
+  // Registers.
+  static constexpr int kOfMultipliers = Code::kPlanes == 2 ? 192 : 200, kOfDecoders = 256 - kOfMultipliers;
 };
 
 struct Problem {
@@ -141,8 +143,8 @@ struct Scaling {
 };
 
 // A warp decodes half of the columns of 32 rows of a unit: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that lanes 2 c and
-// 2 c + 1 of a fragment have (packed_weight.h).  What it decodes next is on its way meanwhile: codes to registers, factors, a piece by
-// each lane, to shared memory.
+// 2 c + 1 of a fragment have (packed_weight.h).  What it decodes in the next two units is on its way meanwhile: codes to registers,
+// factors, a piece by each lane, to shared memory.
 template <class S>
 class Decoder {
   using T = typename S::Element;
@@ -153,14 +155,14 @@ class Decoder {
   __device__ Decoder(const Problem& p, uint32_t shared, int warp)
       : p_(p),
         shared_(shared),
-        factors_(shared + kFactorsAt + warp * p.pieces * 16),
+        factors_(shared + kFactorsAt + warp * 2 * p.pieces * 16),
         warp_(warp % 4),
         half_(warp / 4),
         b_(threadIdx.x % 32 / 16),
         c_(threadIdx.x % 16 / 8),
         g_(threadIdx.x % 8),
         entries_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)),
-        at_(p) {
+        ahead_(p) {
     global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * entries_.unit();
   }
 
@@ -170,17 +172,27 @@ class Decoder {
   template <class Folds, bool kBytes>
   __device__ __forceinline__ void run() {
     find();
-    load_factors();
-    load_codes();
+    load(words_[0], 0);
+    load(words_[1], 1);
+    Cursor at(p_);
 #pragma unroll 1
-    while (at_.inside()) run_unit<Folds, kBytes>();
+    while (true) {
+      run_unit<Folds, kBytes>(words_[0], 0, at);
+      at.advance();
+      if (!at.inside()) break;
+      run_unit<Folds, kBytes>(words_[1], 1, at);
+      at.advance();
+      if (!at.inside()) break;
+    }
   }
 
  private:
+  using Words = uint2[2][kPlanes];  // of two lanes of a fragment
+
   // Where what this lane copies of a tile begins.
   __device__ void find() {
     const PackedWeight& w = p_.weight;
-    const int64_t band = min(at_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
+    const int64_t band = min(ahead_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
     codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16 + half_ * 8;
     // Of groups [band][group][32], or of 256 columns [band][block][32].
     int piece = threadIdx.x % 32;
@@ -199,52 +211,54 @@ class Decoder {
       from_ = (w.supers && piece < 4 ? w.supers : w.lows) + band * p_.blocks * 64 + piece % 4 * 16;
     }
   }
-  __device__ void load_factors() const {
-    const int unit = at_.unit, at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
-    if (from_) cp_async_16(factors_ + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
+  // The next unit.
+  __device__ __forceinline__ void load(Words& words, int slot) {
+    if (ahead_.inside()) {
+      const int unit = ahead_.unit, at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
+      if (from_) cp_async_16(slot_at(slot) + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
+      const uint8_t* const from = codes_ + unit * (kPlanes * 512);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane)
+          words[n][plane] = __ldg(reinterpret_cast<const uint2*>(from + plane * 512 + n * 128));
+      if (ahead_.advance() && ahead_.inside()) find();
+    }
     cp_async_commit();
   }
-  __device__ __forceinline__ void load_codes() {
-    const uint8_t* const from = codes_ + at_.unit * (kPlanes * 512);
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; ++plane)
-        words_[n][plane] = __ldg(reinterpret_cast<const uint2*>(from + plane * 512 + n * 128));
-  }
+  __device__ uint32_t slot_at(int slot) const { return factors_ + slot * p_.pieces * 16; }
 
   // Of a group of a unit, for rows g and 8 + g, as Folding::fragment() wants them.
   template <class Folds, bool kBytes>
-  __device__ __forceinline__ void fold(uint32_t (&own)[2], int item) const {
+  __device__ __forceinline__ void fold(uint32_t (&own)[2], int slot, int item) const {
     const PackedWeight& w = p_.weight;
+    const uint32_t from = slot_at(slot);
     const int row = 4 * g_ + 2 * b_, at = item * 32 + row;
     const typename Folds::Factors found(
         w, global_,
-        {factors_ + at * (kBytes ? 1 : bytes_of(w.scales_kind)), factors_ + p_.supers_at + row * 2,
-         factors_ + p_.minima_at + at * (kBytes ? 1 : bytes_of(w.minima_kind)), factors_ + p_.lows_at + row * 2});
+        {from + at * (kBytes ? 1 : bytes_of(w.scales_kind)), from + p_.supers_at + row * 2,
+         from + p_.minima_at + at * (kBytes ? 1 : bytes_of(w.minima_kind)), from + p_.lows_at + row * 2});
     const float2 one = make_float2(1.0f, 1.0f);
     own[0] = found.scales(one);
     own[1] = found.minima(one);
   }
 
   template <class Folds, bool kBytes>
-  __device__ __forceinline__ void run_unit() {
-    cp_async_wait<0>();
+  __device__ __forceinline__ void run_unit(Words& given, int slot, const Cursor& at) {
+    cp_async_wait<1>();
     __syncwarp();
     // Where groups have 16 columns, two lanes of a row have one each.
     uint32_t own[2];
     const bool are_small = p_.steps == 1;
-    fold<Folds, kBytes>(own, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
+    fold<Folds, kBytes>(own, slot, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
     const uint32_t stage = place_.stage, full = shared_ + kFullAt + stage * 8;
     wait_for(shared_ + kEmptyAt + stage * 8, place_.parity ^ 1);
     if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
       cluster_expect(full, kXBytes);
-      copy_box(shared_ + stage * kXBytes, p_.x, {at_.unit * kLine, at_.token_tile * kTokens}, full);
+      copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token_tile * kTokens}, full);
     }
     __syncwarp();
     place_.advance();
-    if (at_.advance() && at_.inside()) find();
-    if (at_.inside()) load_factors();
     const uint32_t to =
         shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
 #pragma unroll
@@ -258,7 +272,7 @@ class Decoder {
         uint4 words[kPlanes];
 #pragma unroll
         for (int plane = 0; plane < kPlanes; ++plane)
-          words[plane] = make_uint4(words_[n][plane].x, words_[n][plane].y, 0, 0);
+          words[plane] = make_uint4(given[n][plane].x, given[n][plane].y, 0, 0);
         Folds::fragment(a[n], words, j, scale, minimum, entries_);
       }
 #pragma unroll
@@ -267,7 +281,7 @@ class Decoder {
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
-    if (at_.inside()) load_codes();
+    load(given, slot);
   }
 
   const Problem& p_;
@@ -275,12 +289,12 @@ class Decoder {
   const int warp_, half_, b_, c_, g_;
   const EntriesOf<T, S::kKind> entries_;
   Place place_;
-  Cursor at_;
+  Cursor ahead_;  // what is loaded next
   const uint8_t *codes_, *from_;
   int step_;
   bool is_of_256_;
   float global_;
-  uint2 words_[2][kPlanes];  // of two lanes of a fragment
+  Words words_[2];
 };
 
 template <class T>
@@ -459,13 +473,13 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   begin_dependent();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 8) {
-    give_registers<kOfDecoders>();
+    give_registers<S::kOfDecoders>();
     Decoder<S> decoder(p, shared, warp - 8);
     dispatch_folding<S>(p, decoder.are_octets(), [&]<class Folds, bool kBytes>() __attribute__((always_inline)) {
       decoder.template run<Folds, kBytes>();
     });
   } else {
-    take_registers<kOfMultipliers>();
+    take_registers<S::kOfMultipliers>();
     float unit = 1.0f;
     if constexpr (S::kScales) {
       unit = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt));
@@ -501,7 +515,7 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.supers_at = p.minima_at + p.items * 32 * bytes_of(w.minima_kind);
   p.lows_at = p.supers_at + (w.supers ? 64 : 0);
   p.pieces = (p.lows_at + (w.lows ? 64 : 0)) / 16;
-  const uint32_t bytes = kFactorsAt + 8 * p.pieces * 16;  // of eight warps
+  const uint32_t bytes = kFactorsAt + 8 * 2 * p.pieces * 16;  // of eight warps, two units each
   if (p.pieces > kMostPieces || bytes > kMostShared || p.groups % p.items != 0 ||
       (p.steps < 4 && w.group_size != p.steps * 16) || int64_t{p.row_tiles} * p.token_tiles > INT32_MAX)
     return false;
@@ -530,12 +544,14 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   if (args.map.rows || w.columns || args.epilogue.any || args.x_step != 1 || w.k == 0 ||
       !in_chunks(args.x, args.x_stride) || !in_chunks(args.out, args.out_stride) || w.n > INT32_MAX / 4)
     return false;
-  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh.
+  // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh, or where codes are E2M1's and scales E4M3's, 1.2.
   const int64_t row_tiles = (w.n + kRows - 1) / kRows, sms = num_sms(launch.device);
   const auto rounds = [&](int64_t tokens) {
     return (row_tiles * ((args.num_rows + tokens - 1) / tokens) + sms - 1) / sms;
   };
-  if (9 * rounds(kTokens) > 5 * rounds(128)) return false;
+  const bool is_worth_it = w.scales_kind == ScaleKind::kE4M3 ? 3 * rounds(kTokens) <= 2 * rounds(128)
+                                                             : 9 * rounds(kTokens) <= 5 * rounds(128);
+  if (!is_worth_it) return false;
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, bool kScales = false>() {
@@ -545,7 +561,7 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
     if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
       return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (!is_folded(w, false)) return;
+      if (!is_folded<T>(w, false)) return;
       if (is_table) return run.template operator()<CodeKind::kTable16>();
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();

@@ -32,8 +32,8 @@ void packed_gemm_sm90_cuda(const PackedGemmArgs& args, const Launch& launch) {
   using packed_gemm_sm90::launch_kind;
   const int segments = packed_gemm_sm90::segments_of(args.weight, num_sms(launch.device));
   if (packed_gemm_few_sm90(args, segments, launch) || packed_gemm_many_sm90(args, segments, launch)) return;
-  if (is_folded(args.weight, args.map.rows)) return packed_gemm_folded_sm90(args, launch);
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    if (is_folded<T>(args.weight, args.map.rows)) return packed_gemm_folded_sm90(args, launch);
     switch (args.weight.codes_kind) {
       case CodeKind::kUint4:
         return launch_kind<T, CodeKind::kUint4>(args, launch);

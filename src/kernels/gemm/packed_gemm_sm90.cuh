@@ -7,9 +7,10 @@
 // sums of groups are multiplied by: of whatever kind scales are, the multiplying warps read floats.  They also copy rows of x that a
 // tensor map cannot describe (packed_feed_sm90.cuh).
 //
-// Integers in small groups and tables are multiplied by their scales as they are decoded (Folding in packed_codes.cuh): then warps
-// copy factors as they are stored, and the multiplying warps make pairs of 16 bits of them.  Of float16, what the factors of 128
-// columns have in common is found first, but for those of bytes, where that is a power of two for 256 columns.
+// Integers in small groups, tables, and int4 with scales of float16 where x is bfloat16, are multiplied by their scales as they are
+// decoded (Folding in packed_codes.cuh): then warps copy factors as they are stored, and the multiplying warps make pairs of 16 bits
+// of them.  Of float16, what the factors of 128 columns have in common is found first, but for those of bytes, where that is a power
+// of two for 256 columns.
 //
 // Of many experts with many tokens each, blocks walk over tiles of int4: the ring is filled for the next while results of one are
 // written, and these are rounded before they are exchanged.
@@ -269,6 +270,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
+  const bool can_have_stages =
+      !S::kFolds || (S::kHasStages && w.minima_kind == MinimumKind::kNone && w.scales_kind == ScaleKind::kF16);
   CUtensorMap codes{};
   if (w.padded_k > 0 && !make_codes_map<S>(codes, args)) fail(PYKV_RUNTIME_ERROR, "packed_gemm: no tensor map");
   Problem p{.x = x_map,
@@ -294,7 +297,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
             .segments = segments,
             .splits = splits,
             .each = segments / splits / S::kParts,
-            .steps = S::kFolds || (w.group_size % kColumns != 0 && w.groups() > 1) ? w.steps_of_a_group() : 8,
+            .steps = can_have_stages && (w.group_size % kColumns == 0 || w.groups() <= 1) ? 8 : w.steps_of_a_group(),
             .items = 0,
             .stages = 0,
             .stage_bytes = 0,

@@ -101,6 +101,8 @@ class Multiplier {
   __device__ __forceinline__ void run_folded(int part, Turn& turn) {
     constexpr bool kIsTable = S::kKind == CodeKind::kTable16;
     if constexpr (kFold == Fold::kHalf) {
+      if constexpr (S::kHasStages)
+        if (p_.steps == 8) return run_steps<8, kFold>(part, turn);
       if (p_.steps == 2) return run_steps<2, kFold>(part, turn);
       run_steps<4, kFold>(part, turn);
     } else if constexpr (!is_of_bytes(kFold)) {
@@ -315,16 +317,18 @@ class Multiplier {
       // Lanes of a row share the work: each has the factors of a group, or of those with minima one of them.
       using Folds = Folding<T, S::kKind, kFold>;
       constexpr bool kOne = kSteps == 2;
-      const int groups_log2 = kSteps == 0 ? 2 - p_.steps / 2 : 2 - kSteps / 2, groups = 1 << groups_log2;  // of a unit
+      constexpr bool kAlike = kSteps >= 4;  // lanes of a row have the same
+      const int groups_log2 = kAlike ? 0 : kSteps == 0 ? 2 - p_.steps / 2 : 2 - kSteps / 2;
+      const int groups = 1 << groups_log2;  // of a unit
       const int lane = threadIdx.x % 32, c = lane % 4;
       uint32_t own[2];
-      fold<kFold, kSteps, kOne>(own, stage, unit * groups + c % groups, c >= 2);
+      fold<kFold, kSteps, kOne>(own, stage, kSteps == 8 ? 0 : unit * groups + c % groups, c >= 2);
       uint32_t s = 0, m = 0;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int group = j >> (2 - groups_log2);
         if (kSteps == 0 || j % (kSteps + !kSteps) == 0) {
-          s = __shfl_sync(~0u, own[0], group, 4);
+          s = kAlike ? own[0] : __shfl_sync(~0u, own[0], group, 4);
           m = Folds::kAdds ? __shfl_sync(~0u, own[!kOne], kOne ? 2 | group : group, 4) : Folds::middle(s);
         }
         Folds::fragment(a[j], words, j, s, m, entries_);

@@ -56,6 +56,8 @@ struct Shape {
   static constexpr bool kFillsFactors = kHasUnits || kIsQ4K;
   static constexpr bool kScalesCodes = kMinima == Minima::kScaled || kFolds,
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
+  // Groups of whole stages have a loop of their own.
+  static constexpr bool kHasStages = kMinima == Minima::kFolded && kKind == CodeKind::kUint4 && !kIsHalf<T>;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was

@@ -37,7 +37,7 @@ RoutingArgs routing_args(Call& call, const Outputs& o) {
   Tensor logits = call.read(o.logits_name, o.logits).shape(tokens, experts).dtype(kFloats);
   Tensor weights =
       call.write("topk_weights", o.weights).shape(tokens, top_k).dtype({DType::kFloat32}).no_overlap_within();
-  Tensor ids = call.read("topk_ids", uint32_as_int32(o.ids, as_known))
+  Tensor ids = call.write("topk_ids", uint32_as_int32(o.ids, as_known))
                    .shape(tokens, top_k)
                    .dtype({DType::kInt32, DType::kInt64})
                    .no_overlap_within();

@@ -472,8 +472,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1) sort_pairs_kernel(const __grid
   } else {
     count_pairs(plan, bins, exchange, adapter, first, end, kept, same);
   }
-  __syncthreads();
-  if (threadIdx.x == 0) taken_by_listed = 0;
+  // A thread has found its bins itself; add_up() has barriers.
   const uint32_t all = add_up(
       n, [&](int32_t b) { return round_up(bins.found[b].y, plan.block_size); },
       [&](int32_t b, uint32_t before) {

@@ -1,4 +1,4 @@
-// A thread has a vector of one token, and loads it of eight rows at once.  What is bounded by instructions for all kinds of rows takes
+// A thread has a vector of one token, and loads it of eight rows at once, or of two where there are no more.  What is bounded by instructions for all kinds of rows takes
 // what a copy of as many bytes takes where the kind is known: moe_sum of 4096 tokens of 8 x 7168 120 us (193), a copy 120.
 #include "cuda/streaming.cuh"
 #include "moe/row_blocks.cuh"
@@ -6,8 +6,6 @@
 
 namespace pykv {
 namespace {
-
-constexpr int kRows = 8;  // loaded at once
 
 struct SumPlan {
   SumRowsArgs args;
@@ -38,8 +36,11 @@ __device__ decltype(auto) known_of(const SumRowsArgs& args) {
   }
 }
 
-template <class T, int kSize, Known kKnown>
-__global__ void __launch_bounds__(256, kKnown == Known::kAll ? 3 : 2)
+// kRows: loaded at once.
+template <class T, int kSize, Known kKnown, int kRows = 8>
+__global__ void __launch_bounds__(256, kRows == 2              ? 4
+                                       : kKnown == Known::kAll ? 3
+                                                               : 2)
     sum_rows_kernel(const __grid_constant__ SumPlan plan) {
   using V = Vec<T, kSize>;
   const SumRowsArgs& a = known_of<kKnown>(plan.args);
@@ -107,9 +108,12 @@ void launch_sum(const SumRowsArgs& args, const Launch& launch) {
     launch_dependent(kernel, plan.rows.blocks, plan.rows.threads, launch, "sum_rows", plan);
   };
   if constexpr (kSize > 1) {
-    if (args.places.data && !args.places.is_int64) return start(sum_rows_kernel<T, kSize, Known::kPlaces>);
+    if (args.places.data && !args.places.is_int64)
+      return args.top_k <= 2 ? start(sum_rows_kernel<T, kSize, Known::kPlaces, 2>)
+                             : start(sum_rows_kernel<T, kSize, Known::kPlaces>);
     if (!args.places.data && !args.ids.data && !args.expert_map.data && !args.weights)
-      return start(sum_rows_kernel<T, kSize, Known::kAll>);
+      return args.top_k <= 2 ? start(sum_rows_kernel<T, kSize, Known::kAll, 2>)
+                             : start(sum_rows_kernel<T, kSize, Known::kAll>);
   }
   start(sum_rows_kernel<T, kSize, Known::kNothing>);
 }

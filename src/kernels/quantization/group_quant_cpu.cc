@@ -24,7 +24,7 @@ constexpr int64_t kWorthPassing = 64;                            // elements of 
 
 // What is asked for lies so many elements ahead.
 template <class T>
-constexpr int64_t kAhead = 2 * kBytesAhead / sizeof(T);
+constexpr int64_t kAhead = 3 * kBytesAhead / sizeof(T);
 
 // Codes of 0 <= y <= 6, as narrow_e2m1_magnitude has them.
 inline Words e2m1_of(Floats y) {
@@ -163,7 +163,8 @@ struct Scales {
   }
   void find_e4m3(Floats most, float global, float target) {
     const Floats wanted = global * (most * (1.0f / target));
-    const Words code = wanted == wanted ? narrow_e4m3<Floats, Words>(abs(wanted)) & 0x7fu : Words{};
+    const Words within = __builtin_bit_cast(Words, lesser(abs(wanted), splat(448.0f)));
+    const Words code = wanted == wanted ? narrow_finite<3, 7, 8, Floats, Words>(within) & 0x7fu : Words{};
     const Words sign = global < 0.0f ? Words{} + 0x80u : Words{};
     const Words all = code == 0u ? Words{} : code | sign;
     __builtin_memcpy(stored, &all, sizeof all);
@@ -176,7 +177,7 @@ template <class T>
 class BlockTables {
  public:
   BlockTables(const GroupQuantArgs&, float, int64_t) {}
-  bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t) const { return false; }
+  bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t, bool) const { return false; }
 };
 #if defined(__AVX512BW__)
 template <class T>
@@ -190,21 +191,19 @@ class BlockTables<T> {
                elements >= kWorthTables && stairs_.build(mx_)) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
-  bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count) const {
+  bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count,
+              bool past) const {
     if (!there_ || count != kWidth) return false;
     const Words stored = load_raw<Words>(scales.stored) & (mx_ ? 0xffu : 0x7fu);
     if (!all_below(load(inside), INFINITY) || !stairs_.have(stored)) return false;
-    uint8_t bytes[kWidth];
-    const Bytes some = narrow_to_bytes(stored);
-    __builtin_memcpy(bytes, &some, sizeof some);
     if (mx_) {
-      stairs_.of_powers(codes, from, kWidth / 4, bytes, kAhead<T>);
+      stairs_.of_powers(codes, from, kWidth / 4, scales.stored, kAhead<T>, past);
       return true;
     }
     constexpr int kFours = kWidth / 4;
     const T* places[kFours];
     for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, kFours, bytes, kAhead<T>);
+    stairs_(codes, places, kFours, scales.stored, kAhead<T>, past);
     return true;
   }
 
@@ -231,8 +230,9 @@ class Groups {
         given_(args.given),
         tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0),
         // Small groups and codes of four bits are bound by arithmetic, and quicker through the caches.
-        writer_(!nibbles_ && args.rows * args.width > kWorthStreaming && args.group_size >= kWorthPassing &&
-                args.group_size <= kElementsAtOnce) {
+        writer_(args.rows * args.width > kWorthStreaming && args.group_size <= kElementsAtOnce &&
+                (args.group_size >= kWorthPassing || args.rule.kind == QuantScale::kMx ||
+                 args.rule.kind == QuantScale::kE4M3)) {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
@@ -254,6 +254,7 @@ class Groups {
 
  private:
   int64_t group_bytes() const { return nibbles_ ? args_.group_size / 2 : args_.group_size; }
+  bool of_lines() const { return group_bytes() % kLine == 0; }
   uint8_t* codes_at(int64_t row, int64_t group) const {
     return static_cast<uint8_t*>(args_.out) + args_.out_rows.offset(row) + group * group_bytes();
   }
@@ -281,9 +282,12 @@ class Groups {
     if (args_.four_over_six)
       each([&](Scales& s, int64_t g, int64_t some) { choose(s, from + g * n, most + g, given, some); });
     uint8_t* const codes = codes_at(row, group);
-    uint8_t* const to = writer_.streamed() ? codes_.bytes : codes;
+    // Whole lines go past the caches as they are made, others by way of the writer.
+    const bool past = writer_.streamed() && (of_lines() || args_.group_size < kWorthPassing) &&
+                      (reinterpret_cast<uintptr_t>(codes) | static_cast<uint64_t>(count * group_bytes())) % kLine == 0;
+    uint8_t* const to = writer_.streamed() && !past ? codes_.bytes : codes;
     each([&](Scales& s, int64_t g, int64_t some) {
-      encode_some(to + g * group_bytes(), from + g * n, s, inside + g, some, at.expert, given);
+      encode_some(to + g * group_bytes(), from + g * n, s, inside + g, some, at.expert, given, past);
     });
     if (to != codes) writer_.put(codes, to, count * group_bytes());
     each([&](Scales& s, int64_t g, int64_t some) { store_scales(at.row, group + g, some, s.stored); });
@@ -300,10 +304,10 @@ class Groups {
 
   // Codes of up to kWidth groups.
   void encode_some(uint8_t* codes, const T* from, Scales& scales, const float* inside, int64_t count, int expert,
-                   float given) const {
+                   float given, bool past) const {
     const int64_t n = args_.group_size;
-    if (nibbles_ ? tables_[args_.globals ? expert : 0].encode(codes, from, scales, inside, count)
-                 : encode_together(codes, from, n, scales.stored, inside, count))
+    if (nibbles_ ? tables_[args_.globals ? expert : 0].encode(codes, from, scales, inside, count, past)
+                 : encode_together(codes, from, n, scales.stored, inside, count, past))
       return;
     scales.find_factors(args_.rule, given);
     for (int64_t g = 0; g < count; ++g) {
@@ -313,7 +317,7 @@ class Groups {
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
-        encode_bytes(to, x, n, {scales.stored[g], scales.factors[g]}, inside[g]);
+        encode_bytes(to, x, n, {scales.stored[g], scales.factors[g]}, inside[g], past);
       }
     }
   }
@@ -344,33 +348,35 @@ class Groups {
   }
 
   // E4M3 of bf16 by tables, for all groups at once.
-  bool encode_together(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside,
-                       int64_t count) const {
+  bool encode_together(uint8_t* to, const T* x, int64_t n, const uint32_t* stored, const float* inside, int64_t count,
+                       bool past) const {
     if (args_.codes != QuantCode::kE4M3) return false;
     auto* const e4m3s = reinterpret_cast<e4m3*>(to);
     const QuantScale kind = args_.rule.kind;
     if (kind != QuantScale::kMx && given_ < INFINITY) return false;  // codes may be too large
     if (kind == QuantScale::kFloat) {
-      bool regular = args_.rule.largest == 448.0f;  // scales that follow from the largest magnitude alone
-      for (int64_t g = 0; g < count; ++g) regular &= inside[g] > 449.0f * args_.rule.least_scale;
-      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, kAhead<T>);
+      // Scales that follow from the largest magnitude alone.
+      const float least = 449.0f * args_.rule.least_scale;
+      bool regular = args_.rule.largest == 448.0f;
+      for (int64_t g = 0; g < count; ++g) regular &= inside[g] > least;
+      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, kAhead<T>, past);
     }
     if (!all_below(load(inside), INFINITY)) return false;
     if (kind != QuantScale::kMx) {
       float powers[kWidth];
       const Words bits = load_raw<Words>(stored) << (kind == QuantScale::kE8M0 ? 23 : 0);
       __builtin_memcpy(powers, &bits, sizeof bits);
-      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, kAhead<T>);
+      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, kAhead<T>, past);
     }
-    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, kAhead<T>);
+    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, kAhead<T>, past);
   }
 
   // E4M3 of bf16 by tables, where the scale is a power of two.
-  void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside) const {
+  void encode_bytes(uint8_t* to, const T* x, int64_t n, GroupScale scale, float inside, bool past) const {
     if (args_.codes == QuantCode::kE4M3 && inside < INFINITY && args_.rule.kind != QuantScale::kFloat &&
         tiles_.divide_by_power_of_two(reinterpret_cast<e4m3*>(to), x, n, 1.0f / scale.factor))
       return;
-    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside));
+    codes_times(args_.codes, to, x, n, scale.factor, is_inside(inside), past);
   }
 
   // That a largest magnitude of this kind, NaN where any number is, leaves no product beyond the largest code.

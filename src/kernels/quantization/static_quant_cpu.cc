@@ -7,6 +7,7 @@
 #include "cpu/codes.h"
 #include "cpu/encode.h"
 #include "cpu/parallel.h"
+#include "cpu/prefetch.h"
 #include "quantization/static_quant.h"
 
 namespace pykv::PYKV_ISA {
@@ -44,9 +45,16 @@ template <class T>
 float largest_of_all(const StaticQuantArgs& args) {
   std::atomic<float> all{0.0f};
   each_piece(args, [&](int64_t row, int64_t first, int64_t n) {
-    float most[kWidth], inside[kWidth];
-    find_largest(most, inside, input_at<T>(args, row, first), n, 1);
-    for (float before = all.load(); before < most[0] && !all.compare_exchange_weak(before, most[0]);) {
+    constexpr int64_t kSome = 512, kAhead = kBytesAhead / sizeof(T);
+    const T* const from = input_at<T>(args, row, first);
+    LargestOf<T> largest;
+    for (int64_t i = 0; i < n; i += kSome) {
+      prefetch_bytes(from + i + kAhead, kSome * sizeof(T));
+      for (int64_t k = i; k < std::min(n, i + kSome); k += kPair) largest.take(from + k, n - k);
+    }
+    const Floats lanes = LargestOf<T>::values(largest.lanes());
+    const float most = all_below(lanes, INFINITY) ? max(lanes) : largest_number(from, n);
+    for (float before = all.load(); before < most && !all.compare_exchange_weak(before, most);) {
     }
   });
   return all.load();
