@@ -16,7 +16,7 @@ namespace pykv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 8192;  // of a block, if its rows are short and many
+constexpr int kElements = 8192;   // of a block, if its rows are short and many
 constexpr int kLog2OfPacks = 10;  // of the shortest rows that hadacore_packs_kernel takes
 
 struct Plan {
