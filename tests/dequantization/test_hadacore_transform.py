@@ -65,6 +65,17 @@ def test_many_rows(array, dtype, shape):
     assert_rounded_once(array.numpy(out), transform(x), lost=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1100, 1024), (301, 4096), (35, 32768)], ids=str)
+def test_bits_of_a_row_do_not_depend_on_others(array, shape):
+    x = random(shape, np.dtype(np.float32))
+    many = array.output(np.zeros_like(x))
+    pykv.hadacore_transform(many, array.input(x))
+    for offset in (0, 1):
+        few = array.output(np.zeros_like(x[-2:]), offset=offset)
+        pykv.hadacore_transform(few, array.input(x[-2:], offset=offset))
+        np.testing.assert_array_equal(array.numpy(few), array.numpy(many)[-2:])
+
+
 @pytest.mark.parametrize("width", [12, 896, 4096])
 def test_more_than_caches_hold(array, width):
     check(array, random((1_300_000 // width, width), np.dtype(np.float32)), offset=1)
