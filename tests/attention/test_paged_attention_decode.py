@@ -268,6 +268,14 @@ def test_a_length_above_max_seq_len_is_clamped(array: Library, version: str) -> 
             {"blocksparse_vert_stride": 2, "blocksparse_block_size": 24},
             "blocksparse_block_size: must be a multiple of block_size = 16, got 24",
         ),
+        (
+            {"blocksparse_vert_stride": 2, "blocksparse_block_size": 16, "tp_rank": 2**63 - 1},
+            "tp_rank: must lie between 0 and",
+        ),
+        (
+            {"blocksparse_vert_stride": 2, "blocksparse_block_size": 16, "blocksparse_head_sliding_step": -(2**63)},
+            "blocksparse_head_sliding_step: is too large, got -9223372036854775808",
+        ),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
     ],
 )

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 
@@ -166,6 +167,25 @@ struct DecodeOptions {
   BlockSparse sparse;
 };
 
+BlockSparse taken(BlockSparse s, const PagedAttentionArgs& a) {
+  if (s.vert_stride <= 1) return s;
+  if (s.block_size < 1 || s.block_size % a.block_size != 0)
+    fail(PYKV_VALUE_ERROR, "blocksparse_block_size: must be a multiple of block_size = %d, got %lld", a.block_size,
+         static_cast<long long>(s.block_size));
+  // Sums of blocks and heads' offsets are numbers of 64 bits.
+  const int64_t most = INT64_MAX / 2, heads = s.sliding_step < 0 ? a.num_kv_heads : a.num_heads;
+  const int64_t step = s.sliding_step < -most ? INT64_MAX : std::abs(s.sliding_step);
+  const int64_t ranks = most / std::max<int64_t>(heads, 1) / std::max<int64_t>(step, 1);
+  if (ranks == 0)
+    fail(PYKV_VALUE_ERROR, "blocksparse_head_sliding_step: is too large, got %lld",
+         static_cast<long long>(s.sliding_step));
+  if (s.tp_rank < 0 || s.tp_rank >= ranks)
+    fail(PYKV_VALUE_ERROR, "tp_rank: must lie between 0 and %lld, got %lld", static_cast<long long>(ranks - 1),
+         static_cast<long long>(s.tp_rank));
+  s.local_blocks = std::clamp<int64_t>(s.local_blocks, 0, INT32_MAX);
+  return s;
+}
+
 PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions& options) {
   PagedAttentionArgs a = take(call, in);
   a.scale = number("scale", options.scale);
@@ -177,13 +197,9 @@ PagedAttentionArgs take_decode(Call& call, const Inputs& in, const DecodeOptions
          static_cast<long long>(options.block_size));
   if (options.max_seq_len < 0)
     fail(PYKV_VALUE_ERROR, "max_seq_len: must not be negative, got %lld", static_cast<long long>(options.max_seq_len));
-  if (options.sparse.vert_stride > 1 &&
-      (options.sparse.block_size < 1 || options.sparse.block_size % a.block_size != 0))
-    fail(PYKV_VALUE_ERROR, "blocksparse_block_size: must be a multiple of block_size = %d, got %lld", a.block_size,
-         static_cast<long long>(options.sparse.block_size));
   a.max_seq_len = std::min(a.max_seq_len, options.max_seq_len);
   a.denominator_epsilon = 1e-6f;
-  a.sparse = options.sparse;
+  a.sparse = taken(options.sparse, a);
   return a;
 }
 
