@@ -270,7 +270,7 @@ def test_a_length_above_max_seq_len_is_clamped(array: Library, version: str) -> 
         ),
         (
             {"blocksparse_vert_stride": 2, "blocksparse_block_size": 16, "tp_rank": 2**63 - 1},
-            "tp_rank: must lie between 0 and",
+            "tp_rank: must lie between",
         ),
         (
             {"blocksparse_vert_stride": 2, "blocksparse_block_size": 16, "blocksparse_head_sliding_step": -(2**63)},

@@ -179,9 +179,9 @@ BlockSparse taken(BlockSparse s, const PagedAttentionArgs& a) {
   if (ranks == 0)
     fail(PYKV_VALUE_ERROR, "blocksparse_head_sliding_step: is too large, got %lld",
          static_cast<long long>(s.sliding_step));
-  if (s.tp_rank < 0 || s.tp_rank >= ranks)
-    fail(PYKV_VALUE_ERROR, "tp_rank: must lie between 0 and %lld, got %lld", static_cast<long long>(ranks - 1),
-         static_cast<long long>(s.tp_rank));
+  if (s.tp_rank <= -ranks || s.tp_rank >= ranks)
+    fail(PYKV_VALUE_ERROR, "tp_rank: must lie between -%lld and %lld, got %lld", static_cast<long long>(ranks - 1),
+         static_cast<long long>(ranks - 1), static_cast<long long>(s.tp_rank));
   s.local_blocks = std::clamp<int64_t>(s.local_blocks, 0, INT32_MAX);
   return s;
 }
