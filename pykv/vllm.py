@@ -161,6 +161,7 @@ __all__ = [
     "merge_attn_states",
     "moe_align_block_size",
     "moe_lora_align_block_size",
+    "moe_permute_unpermute_supported",
     "moe_sum",
     "moe_wna16_gemm",
     "moe_wna16_marlin_gemm",
@@ -293,6 +294,11 @@ def cutlass_group_gemm_supported(cuda_device_capability: int) -> bool:
 def mxfp4_experts_quant_supported(cuda_device_capability: int) -> bool:
     """Whether :func:`mxfp4_experts_quant` runs there: from 8.0 (80) on."""
     return cuda_device_capability >= 80
+
+
+def moe_permute_unpermute_supported() -> bool:
+    """Whether :func:`pykv.moe_permute` and :func:`pykv.moe_unpermute` are there: on every device."""
+    return True
 
 
 def cutlass_moe_mm(

@@ -135,6 +135,7 @@ SIGNATURES = {
         "topk_ids, token_lora_mapping, num_experts, block_size, max_loras, max_num_tokens_padded, max_num_m_blocks, "
         "sorted_token_ids, experts_ids, num_tokens_post_pad, adapter_enabled, lora_ids, expert_map=None"
     ),
+    "moe_permute_unpermute_supported": "",
     "moe_sum": "input, output, topk_ids=None, expert_map=None",
     "shuffle_rows": "input_tensor, dst2src_map",
     "topk_hash_softplus_sqrt": (
@@ -228,6 +229,7 @@ RETURNED = {  # how many arrays; the others return None
     "cutlass_scaled_mm_supports_block_fp8": 1,
     "cutlass_scaled_mm_supports_fp4": 1,
     "cutlass_scaled_mm_supports_fp8": 1,
+    "moe_permute_unpermute_supported": 1,
     "dsv3_router_gemm": 1,
     "fp32_router_gemm": 1,
     "awq_marlin_repack": 1,
