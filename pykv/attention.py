@@ -177,7 +177,7 @@ def paged_attention_v1(
         alibi_slopes, kv_cache_dtype, k_scale, v_scale: as for :func:`paged_attention`.
         tp_rank, blocksparse_*: block-sparse attention, on if ``blocksparse_vert_stride > 1``: a cache block in sparsity
             block ``kb`` is seen if ``(kb + offset(head)) % vert_stride == 0`` or ``kb > qb - local_blocks``; the header
-            ``pykv/attention.h`` has the offset.
+            ``pykv/attention.h`` has the offset, which must fit into 64 bits.
 
     Raises:
         ValueError, TypeError: as for :func:`paged_attention`.

@@ -117,9 +117,9 @@ class NormalE4M3 {
 #endif
 
 #if defined(__AVX512BW__)
-// int8 of 16-bit numbers times a factor, plus a zero point, where no product is so large that its integer would not fit into 16
-// bits with it; kAway: halves are rounded away from zero.  20 instructions for 64 bf16 that need no zero point, but for what
-// rounds.
+// int8 of 16-bit numbers times a factor, plus a zero point, where all sums fit into 16 bits: integers and the zero point are added
+// modulo 2^16, and need not fit alone.  kAway: halves are rounded away from zero.  20 instructions for 64 bf16 that need no zero
+// point, but for what rounds.
 template <bool kAway, bool kShifted, class T>
 [[gnu::always_inline]] inline void int8_codes(i8* to, const T* from, int64_t n, bool past, float factor,
                                               int32_t zero_point) {

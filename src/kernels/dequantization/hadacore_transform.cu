@@ -4,6 +4,8 @@
 // are done before the elements get there, where rows are whole vectors of eight; up to five more at once, of 32 elements in a
 // thread's registers; the factor that is no power of two last, a column of elements in a thread.  Every eighth word is left
 // out, which spreads the strides of all steps over the banks.
+//
+// Many rows of 2^k elements, k from 10 on, have hadacore_packs_kernel, which goes through shared memory less often.
 #include <algorithm>
 
 #include "cuda/dependent_shared.cuh"

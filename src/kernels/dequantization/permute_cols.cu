@@ -1,6 +1,6 @@
 // Columns in another order.  Memory-bound, if what is picked out of a row does not come from memory one by one: a block brings some
 // whole rows to shared memory, 16 bytes a thread at once, and picks there.  Rows that do not fit, or whose elements do not lie
-// side by side, are read where they are.
+// side by side, and rows that are fewer than multiprocessors, are read where they are: by many blocks each.
 #include <algorithm>
 
 #include "cuda/cp_async.cuh"

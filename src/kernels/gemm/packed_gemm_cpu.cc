@@ -53,7 +53,7 @@ struct StepGroups {
 // together, [unit][token]: rows that are a power of two apart would want the same places of the first cache.
 template <class Element>
 struct Reordered {
-  std::unique_ptr<Element[]> x;  // not set: by many threads a page that is touched first is
+  std::unique_ptr<Element[]> x;  // not initialised: the threads that write it touch its pages first
   std::unique_ptr<float[]> sums;
 };
 

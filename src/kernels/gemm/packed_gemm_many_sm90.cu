@@ -142,9 +142,9 @@ struct Scaling {
   }
 };
 
-// A warp decodes half of the columns of 32 rows of a unit: lanes 16 b + 8 c + g those codes of rows g and 8 + g of sixteen b that lanes 2 c and
-// 2 c + 1 of a fragment have (packed_weight.h).  What it decodes in the next two units is on its way meanwhile: codes to registers,
-// factors, a piece by each lane, to shared memory.
+// A warp decodes half of the columns of 32 rows of a unit: lane 16 b + 8 c + g those codes of rows g and 8 + g of the b-th sixteen rows
+// that lanes 2 c and 2 c + 1 of a fragment have (packed_weight.h).  What it decodes in the next two units is on its way meanwhile:
+// codes to registers, factors, a piece by each lane, to shared memory.
 template <class S>
 class Decoder {
   using T = typename S::Element;

@@ -5,11 +5,11 @@
 // are wanted together lie together, [step][row]: rows a power of two apart would want the same places of a cache.  Lanes keep partial
 // sums in an order of k alone, so that a row has the same bits however many there are.
 //
-// A `Way` to multiply has: Element; Vector, of kStep elements; Sum, a vector of partial sums; add(sum, a, b); kExcess, whether sums have too
-// much, that b alone tells.
+// A `Way` to multiply has: Element; Vector, of kStep elements; Sum, a vector of partial sums; add(sum, a, b); kExcess, whether sums
+// are too large by what depends on b alone.
 // A `Problem` has: m, n, k; Way; kScaled, whether sums of blocks of 128 elements are scaled; and
 //   unpack_a(row, block, to, stride): writes a block, zeros past k, vectors `stride` elements apart
-//   unpack_b(row, block, to, stride): and returns what sums have too much, lane by lane
+//   unpack_b(row, block, to, stride): and returns by how much sums are too large, lane by lane
 //   a_scale(row, block), b_scale(row, block), if kScaled: the latter of kColumns rows of b alike
 //   ask_b(row, block): for what unpack_b reads later
 //   of_columns(column, count): what store wants to know of kColumns columns, the first `count` of which are there

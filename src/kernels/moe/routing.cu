@@ -111,7 +111,8 @@ struct Scorer {
     switch (scoring) {
       case Scoring::kSigmoid:
         return each([](float v) {
-          // One step of Newton's: sums that mathematics says are equal, as sigmoid(1) + sigmoid(-1) and 2 sigmoid(0), are.
+          // One step of Newton's iteration, so that sums that are equal in exact arithmetic, as sigmoid(1) + sigmoid(-1) and
+          // 2 sigmoid(0), are equal here.  NaN where d is infinite, which then counts as 0.
           const float d = 1.0f + exp_of(-v), r = reciprocal(d);
           return fmaf(r, fmaf(-d, r, 1.0f), r);
         });

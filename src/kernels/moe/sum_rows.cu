@@ -1,5 +1,7 @@
-// A thread has a vector of one token, and loads it of eight rows at once, or of two where there are no more.  What is bounded by instructions for all kinds of rows takes
-// what a copy of as many bytes takes where the kind is known: moe_sum of 4096 tokens of 8 x 7168 120 us (193), a copy 120.
+// A thread has a vector of one token, and loads it of eight rows at once, or of two where there are no more.
+//
+// Memory-bound where the kind of rows is known when compiled: moe_sum of 4096 tokens of 8 x 7168 takes 120 us on an H200, as a copy of
+// as many bytes does.  The instance for all kinds is bound by instructions: 193 us.
 #include "cuda/streaming.cuh"
 #include "moe/row_blocks.cuh"
 #include "moe/sum_rows.h"

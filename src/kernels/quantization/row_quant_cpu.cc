@@ -111,7 +111,8 @@ struct ByTables {
   }
 };
 #if defined(__AVX512BW__)
-// Of finite 16-bit numbers and a finite factor: products are at most 127, or with a zero point 2^20.
+// Of finite 16-bit numbers and a finite factor: products are at most 127, or where there is a zero point 2^20, but their sums with it
+// are codes or next to them.
 template <bool kAway, bool kShifted, class T>
 struct Int8OfRow {
   static constexpr bool kStreams = true;

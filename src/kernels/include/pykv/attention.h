@@ -125,7 +125,8 @@ PYKV_API const char* pykv_paged_attention_kernel(int32_t id);
  *     step = blocksparse_head_sliding_step and
  *       offset = (tp_rank * num_heads + head) * step + 1           if step >= 0
  *              = (tp_rank * num_kv_heads + kv_head) * -step + 1    otherwise,
- *     a cache block is seen if (kb + offset) % vert_stride == 0 or kb > qb - blocksparse_local_blocks */
+ *     a cache block is seen if (kb + offset) % vert_stride == 0 or kb > qb - blocksparse_local_blocks.  A tp_rank or a step
+ *     with which an offset might not fit into 64 bits is PYKV_VALUE_ERROR; both may be negative */
 PYKV_API pykv_status pykv_paged_attention_v1(DLTensor* out, const DLTensor* query, const DLTensor* key_cache,
                                              const DLTensor* value_cache, int64_t num_kv_heads, double scale,
                                              const DLTensor* block_tables, const DLTensor* seq_lens, int64_t block_size,
