@@ -37,8 +37,8 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
     return array.numpy(made)
 
 
-def is_rounded(array, w: PackedWeight, dtype) -> bool:
-    """Weights are rounded to the dtype of x: entries of NF4's table; on a GPU those of GGUF, and what is like them."""
+def roundings(array, w: PackedWeight, dtype) -> int:
+    """To the dtype of x: of entries of NF4's table; on a GPU of scales and of weights of GGUF, and what is like them."""
     codes, scales, minima, _, _, group, padded, *_ = w.format.split(".")
     is_small = int(group[1:]) % 128 != 0 and int(group[1:]) < int(padded[1:])
     if codes == "t4":
@@ -48,7 +48,7 @@ def is_rounded(array, w: PackedWeight, dtype) -> bool:
         is_rounded |= codes in ("u2", "u3", "u4") and scales == "f16" and dtype != np.float16
     else:
         is_rounded = codes[0] == "u" and minima != "zero"
-    return (codes, scales) == ("t4", "f32") or (is_rounded and array.device == "cuda")
+    return 1 if (codes, scales) == ("t4", "f32") else 2 if is_rounded and array.device == "cuda" else 0
 
 
 def check(array, weight: Weight, x, bias=None, **options) -> None:
@@ -58,7 +58,7 @@ def check(array, weight: Weight, x, bias=None, **options) -> None:
     exact = x.astype(np.float64) @ decoded.T + (0.0 if bias is None else bias.astype(np.float64))
     size = np.abs(x.astype(np.float64)) @ np.abs(decoded).T  # of all products of a sum
     half_ulp = float(ml_dtypes.finfo(x.dtype).eps) / 2
-    lost = 2 * half_ulp if is_rounded(array, w, x.dtype) else 4e-6  # of scales and of weights
+    lost = roundings(array, w, x.dtype) * half_ulp or 4e-6
     error = np.abs(out.astype(np.float64) - exact)
     assert (error <= half_ulp * 1.01 * np.abs(exact) + lost * size + 1e-7).all(), (error / (size + 1e-30)).max()
     if exact.size and len(x) > 1:
@@ -184,7 +184,7 @@ def finish(
     for some in (None if token_scales is None else token_scales.reshape(-1, 1), channel_scales):
         scales *= 1.0 if some is None else some.astype(f)
     exact = scales * (x.astype(f) @ decoded.T) + (0.0 if bias is None else bias.astype(f))
-    lost = float(ml_dtypes.finfo(x.dtype).eps) if is_rounded(array, w, x.dtype) else 4e-6
+    lost = roundings(array, w, x.dtype) * float(ml_dtypes.finfo(x.dtype).eps) / 2 or 4e-6
     lost = lost * np.abs(scales) * (np.abs(x.astype(f)) @ np.abs(decoded).T) + 3e-7 * np.abs(exact)
     if activation:
         w, (a, b), (lost_a, lost_b) = interleave_halves(w), np.hsplit(exact, 2), np.hsplit(lost, 2)
