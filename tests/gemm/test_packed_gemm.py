@@ -38,7 +38,7 @@ def multiply(array, w: PackedWeight, x, bias=None, *, offset=0, out=None, **epil
 
 
 def roundings(array, w: PackedWeight, dtype) -> int:
-    """To the dtype of x: of entries of NF4's table; on a GPU of scales and of weights of GGUF, and what is like them."""
+    """To the dtype of x: of entries of NF4's table; on a GPU of scales and weights of GGUF, and what is like them."""
     codes, scales, minima, _, _, group, padded, *_ = w.format.split(".")
     is_small = int(group[1:]) % 128 != 0 and int(group[1:]) < int(padded[1:])
     if codes == "t4":
