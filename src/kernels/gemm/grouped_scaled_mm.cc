@@ -8,8 +8,6 @@
 namespace pykv {
 namespace {
 
-constexpr int64_t kMostGroups = 512;  // whose tiles are counted in a block's shared memory
-
 class GroupedProduct {
  public:
   ScaledMmArgs args{};
@@ -35,9 +33,8 @@ class GroupedProduct {
       to.shape(m_, n_);
     }
     weights.shape(groups_, k_, n_);
-    if (groups_ > kMostGroups)
-      weights.fail(PYKV_VALUE_ERROR, "must be of at most %" PRId64 " groups, got %" PRId64, kMostGroups,
-                   int64_t{groups_});
+    if (groups_ > RowGroups::kMost)
+      weights.fail(PYKV_VALUE_ERROR, "must be of at most %d groups, got %" PRId64, RowGroups::kMost, int64_t{groups_});
     args.out_dtype = to.type();
     args.a = static_cast<const uint8_t*>(rows.data());
     args.b = static_cast<const uint8_t*>(weights.data());

@@ -15,6 +15,8 @@
 
 namespace pykv {
 
+constexpr int kMostSegments = 4;  // of the columns on a GPU, whose sums are added in order
+
 // g(a) b of neighbours, rows 2 i and 2 i + 1 of the weight.
 enum class Gate : uint8_t { kNone, kSilu, kGelu, kGeluTanh };
 

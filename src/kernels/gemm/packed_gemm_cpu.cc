@@ -323,7 +323,7 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
       for (int64_t unit = i % pieces * kUnits; unit < std::min(units, (i % pieces + 1) * kUnits); ++unit) {
         alignas(64) float v[kUnit];
         if (args.x_step == 1 && !w.columns && (unit + 1) * kUnit <= w.k) {
-          for (int i = 0; i < kUnit; i += kWidth) pykv::PYKV_ISA::store(v + i, load(row + unit * kUnit + i));
+          for (int at = 0; at < kUnit; at += kWidth) pykv::PYKV_ISA::store(v + at, load(row + unit * kUnit + at));
         } else {
           for (int64_t column = unit * kUnit; column < (unit + 1) * kUnit; ++column) {
             const int64_t from = w.columns ? w.columns[column] : column;
@@ -333,7 +333,7 @@ void reorder(const PackedGemmArgs& args, const RowList& rows, int64_t first, int
         Way::put(into.x.get() + ((t - place) * units + place + unit * together) * Way::kOfUnit, v);
         for (int j = 0; j < 4; ++j) {
           Floats of_step = load(v + 16 * j);
-          for (int i = kWidth; i < 16; i += kWidth) of_step += load(v + 16 * j + i);
+          for (int at = kWidth; at < 16; at += kWidth) of_step += load(v + 16 * j + at);
           into.sums[static_cast<size_t>((t * units + unit) * 4 + j)] = sum(of_step);
         }
       }

@@ -13,6 +13,7 @@
 #include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
 #include "cuda/divider.cuh"
+#include "cuda/straight_ring.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/wgmma.cuh"
 #include "gemm/packed_codes.cuh"
@@ -23,7 +24,6 @@ namespace packed_many_sm90 {
 
 // Of a tile; columns of a stage; bytes of a line of both operands.
 inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
-inline constexpr int kMostSegments = 4;
 // Sums of a lane; of those of all segments so far, in shared memory.
 inline constexpr int kSums = kTokens / 2, kParked = 76;
 inline constexpr int kThreads = 4 * 128;
@@ -76,24 +76,6 @@ struct Problem {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
-
-// The compiler does not see that this is a loop: after one it would ask the warp to meet again.
-[[maybe_unused]] __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done:}" ::
-          "r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-struct Place {
-  uint32_t stage = 0, parity = 0;
-
-  __device__ void advance() {
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
-};
 
 // The units of a block's tiles, one after another.
 class Cursor {
@@ -251,14 +233,14 @@ class Decoder {
     uint32_t own[2];
     const bool are_small = p_.steps == 1;
     fold<Folds, kBytes>(own, slot, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
-    const uint32_t stage = place_.stage, full = shared_ + kFullAt + stage * 8;
-    wait_for(shared_ + kEmptyAt + stage * 8, place_.parity ^ 1);
+    const uint32_t stage = turn_.stage, full = shared_ + kFullAt + stage * 8;
+    wait_for(shared_ + kEmptyAt + stage * 8, turn_.parity ^ 1);
     if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
       cluster_expect(full, kXBytes);
       copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token_tile * kTokens}, full);
     }
     __syncwarp();
-    place_.advance();
+    turn_.next();
     const uint32_t to =
         shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
 #pragma unroll
@@ -288,7 +270,7 @@ class Decoder {
   const uint32_t shared_, factors_;
   const int warp_, half_, b_, c_, g_;
   const EntriesOf<T, S::kKind> entries_;
-  Place place_;
+  StraightTurn<kStages> turn_;
   Cursor ahead_;  // what is loaded next
   const uint8_t *codes_, *from_;
   int step_;
@@ -367,11 +349,11 @@ class Multiplier {
   }
 
   __device__ __forceinline__ void begin(bool add) {
-    wait_for(shared_ + kFullAt + place_.stage * 8, place_.parity);
+    wait_for(shared_ + kFullAt + turn_.stage * 8, turn_.parity);
     // What decoders have stored.  A fence of theirs would wait for what they load.
     fence_async_proxy();
-    const uint64_t w = wgmma_matrix(shared_ + kWAt + place_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
-    const uint64_t x = wgmma_matrix(shared_ + place_.stage * kXBytes, 8 * kLine);
+    const uint64_t w = wgmma_matrix(shared_ + kWAt + turn_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
+    const uint64_t x = wgmma_matrix(shared_ + turn_.stage * kXBytes, 8 * kLine);
     wgmma_begin();
     // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
 #pragma unroll
@@ -389,16 +371,16 @@ class Multiplier {
     begin(false);
 #pragma unroll 1
     for (int unit = 1; unit < count; ++unit) {
-      const uint32_t before = place_.stage;
-      place_.advance();
+      const uint32_t before = turn_.stage;
+      turn_.next();
       begin(true);
       wgmma_wait<1>();
       release(before);
     }
     wgmma_wait<0>();
     wgmma_pin(sum_);
-    release(place_.stage);
-    place_.advance();
+    release(turn_.stage);
+    turn_.next();
   }
 
   // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once.
@@ -436,7 +418,7 @@ class Multiplier {
   const uint32_t shared_;
   const int group_, warp_;
   const uint32_t parked_;
-  Place place_;
+  StraightTurn<kStages> turn_;
   float sum_[2][kSums / 2], total_[kSums - kParked];
 };
 

@@ -16,7 +16,7 @@ constexpr int kRows = 128, kUnit = PackedWeight::kUnit;
 constexpr int kColumns = 2 * kUnit;            // of a stage
 constexpr int kPitch = kRows + 4;              // of the sums of a token
 constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes, of those of a token that are rounded
-constexpr int kMostStages = 12, kMostSegments = 4;
+constexpr int kMostStages = 12;
 constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
 constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and the table

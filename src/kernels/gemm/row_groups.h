@@ -10,6 +10,7 @@ namespace pykv {
 
 struct RowGroups {
   static constexpr int kNeighbours = 128;  // rows that have one group, where rows say which
+  static constexpr int kMost = 512;        // groups, whose tiles are counted in a block's shared memory
 
   int64_t count;          // of groups, and of weights; 0: all rows have one weight
   int64_t expected_rows;  // of a group

@@ -12,6 +12,7 @@
 #include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
 #include "cuda/load_shared.cuh"
+#include "cuda/straight_ring.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/wgmma8.cuh"
 #include "gemm/scaled_mm_tile.cuh"
@@ -43,7 +44,8 @@ struct ManyShape {
                             kEmptyAt = kFullAt + kStages * 8;
   static constexpr uint32_t kTeamBytes = (kEmptyAt + kStages * 8 + 1023) / 1024 * 1024;
   static constexpr uint32_t kBytes = kTeams * kTeamBytes;  // and those of count_tiles()
-  static_assert(kBytes + (kGrouped ? 513 * 4 : 0) <= 227 << 10 && kPiece % 64 == 0 && !(kStrided && kGrouped));
+  static_assert(kBytes + (kGrouped ? (RowGroups::kMost + 1) * 4 : 0) <= 227 << 10 && kPiece % 64 == 0 &&
+                !(kStrided && kGrouped));
 };
 
 struct ManyOperands {
@@ -60,28 +62,11 @@ struct ManyTile {
   int row, end_row, column, group;
 };
 
-// The compiler does not see that this is a loop: after one it would ask the warp to meet again.
-[[maybe_unused]] __device__ inline void wait_for(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra done; bra again; done:}" ::
-          "r"(barrier),
-      "r"(parity)
-      : "memory");
-}
 [[maybe_unused]] __device__ inline float load_shared_float(uint32_t from) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from));
   return x;
 }
-
-template <class S>
-struct ManyTurn {
-  uint32_t stage = 0, parity = 0;
-  __device__ void next() {
-    stage = stage + 1 == S::kStages ? 0 : stage + 1;
-    parity ^= stage == 0;
-  }
-};
 
 // Numbers that all lanes of a warp have in common: the compiler is to know.
 template <bool kWarp>
@@ -130,7 +115,7 @@ __device__ void for_tiles(const ManyOperands& o, const int32_t* before, int team
 
 template <class S>
 __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* before, int team) {
-  ManyTurn<S> turn;
+  StraightTurn<S::kStages> turn;
   const bool with_scales = !S::kStrided && o.in_blocks;
   const uint32_t bytes =
       (S::kGrouped ? o.row_bytes : S::kRowBytes) + S::kColumnBytes + (with_scales ? S::kRows * 4 : 0);
@@ -159,7 +144,7 @@ __device__ void fill_scales(const ManyOperands& o, uint32_t shared, int mine) {
   const auto copy = [&](uint32_t to, const MmScales& s, int64_t along, int block) {
     cp_async_small<4>(to, static_cast<const float*>(s.data) + along * s.along + block * s.block, true);
   };
-  ManyTurn<S> turn;
+  StraightTurn<S::kStages> turn;
   for_tiles<S, true>(o, nullptr, 0, [&](const ManyTile& t) {
 #pragma unroll 1
     for (int block = 0; block < o.blocks; ++block, turn.next()) {
@@ -184,7 +169,7 @@ struct ManyMultiplier {
   const uint32_t shared;
   const int32_t* const before;
   const int team, group, warp, lane;  // the group and the warp of the team
-  ManyTurn<S> turn;
+  StraightTurn<S::kStages> turn;
   float total[S::kParts][kSums];
   // Scales of the tile's columns.  Those of blocks: a lane has every 32nd block's, and the one 32 blocks further on.  Others: it has
   // every 32nd column's.

@@ -40,7 +40,7 @@ struct Weight {
 
 struct Plan {
   Weight first, second;
-  Experts experts;
+  PairExperts experts;
   SumRowsArgs sum;
   const void* x;
   void* activated;
@@ -341,7 +341,7 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   if (!make_weight(p.first, first, launch) || !make_weight(p.second, second, launch) || p.first.steps != p.second.steps)
     return false;
   if (std::max<int64_t>(p.first.stages, p.second.stages * sort.top_k) * kColumns * 2 > kMostShared) return false;
-  p.experts = Experts(sort, launch);
+  p.experts = PairExperts(sort, launch);
   p.sum = args.sum;
   p.x = first.x;
   p.x_stride = first.x_stride;

@@ -17,15 +17,13 @@ inline bool are_few(const SortPairsArgs& sort) {
          (sort.num_tokens == 1 || sort.num_pairs * kExpertsOfPair <= sort.num_experts);
 }
 
-using Experts = PairExperts;
-
 // A token's, in shared memory.
 struct Choices {
   int32_t experts[kMostChoices];  // negative: none
   float weights[kMostChoices];
 
   // By as many threads as there are.
-  __device__ void load(const Experts& of, const SumRowsArgs& a, int64_t token) {
+  __device__ void load(const PairExperts& of, const SumRowsArgs& a, int64_t token) {
     const int64_t i = threadIdx.x;
     if (i >= a.top_k) return;
     experts[i] = of(token, i, false);

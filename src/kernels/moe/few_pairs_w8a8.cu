@@ -29,7 +29,7 @@ constexpr int64_t kMostShared = 216 << 10;
 
 struct QuantisedPlan {
   ScaledMmArgs first, second;
-  Experts experts;
+  PairExperts experts;
   SumRowsArgs sum;
   ScaleRule rule;
   const void* x;
@@ -329,7 +329,7 @@ bool few_pairs_w8a8_cuda(const QuantisedMoeArgs& args, const Launch& launch) {
   QuantisedPlan p{};
   p.first = first;
   p.second = second;
-  p.experts = Experts(sort, launch);
+  p.experts = PairExperts(sort, launch);
   p.sum = args.sum;
   p.rule = coder.rule;
   p.x = coder.input;
