@@ -107,7 +107,7 @@ __device__ inline uint32_t place(int line, int chunk) { return line * kBlock + (
 // The sums of block `of` of a row of codes with kColumns rows of a weight, to shared memory.
 template <int kColumns>
 __device__ void keep(const float (&sum)[kColumns / 2], int of, float* to) {
-  const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to)) + threadIdx.x % 4 * 8;
+  const uint32_t at = shared_address(to) + threadIdx.x % 4 * 8;
   const uint32_t line = threadIdx.x % 128 / 4;
 #pragma unroll
   for (int n = 0; n < kColumns / 8; ++n)  // not by an index, for which sums would lie in memory

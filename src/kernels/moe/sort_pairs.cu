@@ -14,6 +14,7 @@
 
 #include "cuda/cluster.cuh"
 #include "cuda/clusters_at_once.cuh"
+#include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/divider.cuh"
 #include "moe/pair_experts.cuh"
@@ -141,22 +142,22 @@ __device__ uint32_t add_up(int32_t num_bins, Value&& value, Put&& put) {
 __device__ void send(const void* to, uint32_t x, int rank, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-                   cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(to)), rank)),
+                   cluster_address(shared_address(to), rank)),
                "r"(x), "r"(cluster_address(barrier, rank))
                : "memory");
 #endif
 }
 __device__ void send(const void* to, uint2 x, int rank, uint32_t barrier) {
-  cluster_send(cluster_address(static_cast<uint32_t>(__cvta_generic_to_shared(to)), rank),
-               float2{__uint_as_float(x.x), __uint_as_float(x.y)}, cluster_address(barrier, rank));
+  cluster_send(cluster_address(shared_address(to), rank), float2{__uint_as_float(x.x), __uint_as_float(x.y)},
+               cluster_address(barrier, rank));
 }
 
 // What blocks of a cluster tell each other: each adds up the counts of a share of the bins.
 struct Exchange {
   uint64_t barriers[2];  // of counts, of what was found
 
-  __device__ uint32_t counts() { return static_cast<uint32_t>(__cvta_generic_to_shared(&barriers[0])); }
-  __device__ uint32_t found() { return static_cast<uint32_t>(__cvta_generic_to_shared(&barriers[1])); }
+  __device__ uint32_t counts() { return shared_address(&barriers[0]); }
+  __device__ uint32_t found() { return shared_address(&barriers[1]); }
 
   static __device__ int32_t share(const SortPlan& plan) { return static_cast<int32_t>(plan.share.d); }
   static __device__ int32_t bins_of_rank(const SortPlan& plan, int32_t rank) {
