@@ -400,7 +400,7 @@ def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
     """
     words = checked("qweight", qweight, _WORDS, (None, None))
     k, n = words.shape[0], 8 * words.shape[1]
-    factor = plain_scales("scales", scales, (None, n))
+    factor = _of_columns(scales, n, "qweight", words)
     groups = len(factor.values)
     size = _equal_groups(groups, k)
     z = nibbles_of_awq(checked("qzeros", qzeros, _WORDS, (groups, n // 8))).T.astype(np.int64)
@@ -432,7 +432,7 @@ def pack_gptq(
     rows, n = words.shape
     if 32 * rows % bits:
         raise ValueError(f"qweight: dimension 0 must be a multiple of bits = {bits}, got shape {[rows, n]}")
-    factor = plain_scales("scales", scales, (None, n))
+    factor = _of_columns(scales, n, "qweight", words)
     groups, z = len(factor.values), None
     owners = None if g_idx is None else checked("g_idx", g_idx, _INTEGERS, (None,))
     if owners is None or not len(owners):
@@ -443,6 +443,15 @@ def pack_gptq(
         z = bit_stream(checked("qzeros", qzeros, _WORDS, (groups, n * bits // 32)).T, bits)
         z = z.astype(np.int64) + (0 if v2 else 1)
     return pack_in_groups(bit_stream(words, bits), z, factor, owners, bits=bits)
+
+
+def _of_columns(scales: Array, n: int, name: str, words: Host) -> Factor:
+    """Scales ``[groups, n]`` beside these words: one of the two may have been transposed."""
+    factor = plain_scales("scales", scales, (None, None))
+    if factor.values.shape[1] != n:
+        given = f"{list(factor.values.shape)} beside {name} {list(words.shape)}"
+        raise ValueError(f"scales: must have shape [any, {n}], got {given}")
+    return factor
 
 
 def _minima(zeros: Host | None, bits: int, scales: Factor) -> Factor | None:
@@ -482,7 +491,7 @@ def pack_compressed_tensors(
     bits = whole("bits", bits)
     if bits not in (4, 8):
         raise ValueError(f"bits: must be 4 or 8, got {bits}")
-    n, k = _pair("shape", tuple(shape))  # of the file: an array
+    n, k = _pair("shape", tuple(shape) if hasattr(shape, "__array__") else shape)  # of the file: an array
     codes = checked("weight_packed", weight_packed, _WORDS, (n, -(-k * bits // 32)))
     scales = plain_scales("weight_scale", weight_scale, (n, None))
     groups = scales.values.shape[1]

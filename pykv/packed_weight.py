@@ -60,7 +60,7 @@ class PackedWeight:
             ValueError: there is no header of this version.
             TypeError: it is no array of bytes.
         """
-        header = bytes(checked("data", _array("data", data)[:HEADER], ["uint8"], [None]).tobytes())
+        header = bytes(checked("data", an_array("data", data)[:HEADER], ["uint8"], [None]).tobytes())
         if not header.startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
         text = header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
@@ -246,7 +246,7 @@ def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | 
         TypeError: it is no array, or has another dtype.
         ValueError: it has another shape.
     """
-    array = _array(name, array)
+    array = an_array(name, array)
     given = spec_of(array)
     if given.dtype not in dtypes:
         others, last = ", ".join(dtypes[:-1]), dtypes[-1]
@@ -257,10 +257,12 @@ def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | 
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: must have shape [{wanted}], got {list(given.shape)}")
+    if getattr(array, "is_meta", False):
+        raise ValueError(f"{name}: must be on a device, got an array of torch on meta")
     return host(array)
 
 
-def _array(name: str, array: Any) -> Any:
+def an_array(name: str, array: Any) -> Any:
     if hasattr(array, "dtype") and hasattr(array, "shape"):
         return array
     if hasattr(array, "__dlpack__"):  # pykv.from_pointer
@@ -336,7 +338,9 @@ def float32(name: str, values: Any) -> Host:
     """A number, or floats of any library and size."""
     if isinstance(values, (int, float)) and not isinstance(values, bool):
         return np.full(1, values, np.float32)
-    values = _array(name, values)
+    if values is None or isinstance(values, (str, bool)):
+        raise TypeError(f"{name}: must be a number or an array, got {type(values).__name__}")
+    values = an_array(name, values)
     dtype, plain = spec_of(values).dtype, host(values)
     if dtype == "bfloat16":
         return (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

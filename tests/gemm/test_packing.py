@@ -14,6 +14,7 @@ from pykv.gemm import (
     PackedWeight,
     interleave_halves,
     pack_awq,
+    pack_compressed_tensors,
     pack_fp8,
     pack_gguf,
     pack_gptq,
@@ -93,6 +94,7 @@ def test_what_is_given_below_would_do(pack: Callable[..., PackedWeight]) -> None
         (pack_fp8, "weight", CODES.astype(np.float32), TypeError, "dtype must be float8_e4m3fn or uint8, got float32"),
         (pack_fp8, "weight", CODES.view(ml_dtypes.float8_e5m2), TypeError, "uint8, got float8_e5m2"),
         (pack_fp8, "scale", np.ones(N + 1, np.float32), ValueError, r"must have one element or 16, got shape \[17\]"),
+        (pack_fp8, "scale", None, TypeError, "must be a number or an array, got NoneType"),
         (pack_fp8, "scale", np.ones(N, int), TypeError, "dtype must be float32, float16 or bfloat16, got int64"),
         (pack_fp8, "block", (0, 128), ValueError, r"must be positive, got \(0, 128\)"),
         (pack_fp8, "block", 128, ValueError, "must be two integers, got 128"),
@@ -114,6 +116,16 @@ def test_what_would_be_read_as_something_else_is_refused(
 ) -> None:
     with pytest.raises(error, match=rf"^{name}: .*{message}"):
         pack(**GIVEN[pack] | {name: value})
+
+
+def test_what_may_be_transposed_is_named_beside_the_other() -> None:
+    wrong = GIVEN[pack_awq] | {"qweight": WORDS.T.copy()}
+    with pytest.raises(
+        ValueError, match=r"scales: must have shape \[any, 512\], got \[2, 16\] beside qweight \[2, 64\]"
+    ):
+        pack_awq(**wrong)
+    with pytest.raises(ValueError, match="shape: must be two integers, got None"):
+        pack_compressed_tensors(np.ones((N, 8), np.int32), np.ones((N, 1), np.float16), shape=None)  # type: ignore[arg-type]
 
 
 def test_groups_that_rows_name_need_not_be_equal() -> None:
