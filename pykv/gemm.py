@@ -1,6 +1,7 @@
 """Matrix products with packed weights, and of 8-bit matrices with scales.
 
 A weight is packed once, on the host, by the function of its source, such as ``w = pack_awq(qweight, qzeros, scales)``.
+Scales of bfloat16 are packed as float16 where all of them are the same numbers in it.
 Then ``pykv.packed_gemm(out, x, w.data, w.format)`` is ``out = x @ W.T``.  Any sizes will do.
 """
 
@@ -22,6 +23,7 @@ from pykv.packed_weight import (
     assemble,
     checked,
     float32,
+    in_bfloat16,
     in_order_of_rows,
     integers,
     plain_scales,
@@ -673,11 +675,13 @@ def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
         A weight in NumPy.
 
     Raises:
-        ValueError: there are none, or their formats differ.
+        ValueError: there are none, or their formats differ, other than by scales that were packed as float16.
         TypeError: they are no packed weights.
     """
     if not isinstance(weights, Sequence) or not all(isinstance(w, PackedWeight) for w in weights):
         raise TypeError("weights: must be a sequence of PackedWeight")
+    if len({w.format for w in weights}) > 1:  # of bfloat16, some of whose scales float16 holds
+        weights = [in_bfloat16(w) for w in weights]
     formats = sorted({w.format for w in weights})
     if len(formats) != 1:
         raise ValueError(f"weights: must be of one format, got {formats}")

@@ -275,6 +275,34 @@ def an_array(name: str, array: Any) -> Any:
     raise TypeError(f"{name}: must be an array, got {type(array).__name__}")
 
 
+def in_float16(scales: Factor) -> Factor:
+    """Scales of bfloat16 as float16, for which Hopper has quicker kernels, where all are the same number in it."""
+    if scales.kind != "bf16":
+        return scales
+    numbers = scales.in_float32()
+    with np.errstate(over="ignore"):
+        halves = numbers.astype(np.float16)
+    return Factor("f16", halves) if (halves == numbers).all() else scales
+
+
+def in_bfloat16(weight: PackedWeight) -> PackedWeight:
+    """What :func:`in_float16` has done, undone; a weight whose scales bfloat16 does not hold as it is."""
+    kind, scales, _, n, _, group, padded, *_ = weight.format.split(".")
+    if scales != "f16":
+        return weight
+    rows, columns = -(-int(n[1:]) // 32) * 32, int(padded[1:])
+    at = HEADER + -(-rows * columns * _BITS[kind] // 8 // 256) * 256
+    data = np.array(host(weight.data))
+    section = data[at : at + 2 * rows * -(-columns // int(group[1:]))]
+    wide = section.view(np.float16).astype(np.float32).view(np.uint32)
+    if (wide & 0xFFFF).any():
+        return weight
+    section[:] = (wide >> 16).astype(np.uint16).view(np.uint8)
+    text = weight.format.replace(".f16.", ".bf16.", 1)
+    data[len(_MAGIC) : _TABLE_AT] = np.frombuffer(text.encode().ljust(_TABLE_AT - len(_MAGIC), b"\0"), np.uint8)
+    return PackedWeight(data, text)
+
+
 def whole(name: str, number: Any) -> int:
     """An integer of Python or NumPy."""
     if isinstance(number, bool) or not hasattr(number, "__index__"):
@@ -295,7 +323,7 @@ def integers(
     """:func:`assemble` for ``code - 2 ** (bits - 1)``, with codes moved to the middle of the bits that hold them."""
     stored = 4 if bits <= 4 else 8
     moved = codes.astype(np.uint8) + np.uint8((1 << (stored - 1)) - (1 << (bits - 1)))
-    return assemble(moved, f"u{bits}", scales, minima, group_size, **more)
+    return assemble(moved, f"u{bits}", in_float16(scales), minima, group_size, **more)
 
 
 def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:

@@ -147,6 +147,41 @@ def test_weights_without_columns(rows: int) -> None:
     assert pack_awq(words[:, : rows // 8], words[:, : rows // 8], none).shape == (rows, 0)
 
 
+@pytest.mark.parametrize("pack", [pack_integers, pack_awq, pack_gptq])
+def test_scales_of_bfloat16_that_float16_holds_are_packed_as_such(pack: Callable[..., PackedWeight]) -> None:
+    given = GIVEN[pack]
+    halves = np.ldexp(1.0 + np.arange(2 * N) % 128 / 128, -17 + np.arange(2 * N)).astype(np.float16)
+    halves = np.where(np.isfinite(halves), halves, np.float16(0)).reshape(given["scales"].shape)
+    numbers = halves.astype(ml_dtypes.bfloat16)
+    assert (numbers.astype(np.float32) == halves).all()
+    w = pack(**given | {"scales": numbers})
+    assert w.format.split(".")[1] == "f16"
+    assert (w.data == pack(**given | {"scales": halves}).data).all()
+    for other in (2.0**-18 * 1.0078125, 2.0**16, np.nan):  # one bit too small, too large, no number
+        numbers.flat[1] = other
+        assert pack(**given | {"scales": numbers}).format.split(".")[1] == "bf16"
+
+
+def test_experts_whose_scales_float16_holds_stand_beside_others() -> None:
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 16, (3, N, K), np.uint8), np.ones((3, N, 2), ml_dtypes.bfloat16)
+    scales[1, 3, 1] = 2.0**-30
+    weights = [pack_integers(q, s, group_size=32) for q, s in zip(codes, scales, strict=True)]
+    assert [w.format.split(".")[1] for w in weights] == ["f16", "bf16", "f16"]
+    stack = stack_packed(weights)
+    assert stack.format == weights[1].format
+    x = rng.standard_normal((2, K)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    for e in range(3):
+        assert PackedWeight.of(stack.data[e]).format == stack.format
+        outs = np.empty((2, 2, N), x.dtype)
+        pykv.packed_gemm(outs[0], x, stack.data[e], stack.format)
+        pykv.packed_gemm(outs[1], x, weights[e].data, weights[e].format)
+        assert (outs[0] == outs[1]).all()
+    narrow = pack_integers(codes[0], np.full((N, 2), 1.0009765625, np.float16), group_size=32)
+    with pytest.raises(ValueError, match="weights: must be of one format"):
+        stack_packed([narrow, weights[1]])
+
+
 def test_memory_that_another_library_owns_is_packed_as_an_array_is() -> None:
     weight = GIVEN[pack_gguf]["weight"]
     borrowed = pykv.from_pointer(weight.ctypes.data, weight.shape, "uint8", device="cpu", owner=weight)
