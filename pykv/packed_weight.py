@@ -33,7 +33,7 @@ class PackedWeight:
 
     Attributes:
         data: ``[bytes]`` uint8, of any array library: header and all sections.  It can be saved, mapped and copied to a
-            device as it is; CPU and CUDA read the same bytes.
+            device as it is; CPU and CUDA read the same bytes.  ``[E, bytes]`` of :func:`pykv.gemm.stack_packed`.
         format: what it is, as text; the header holds it, too.
     """
 
@@ -54,16 +54,21 @@ class PackedWeight:
 
     @staticmethod
     def of(data: Any) -> PackedWeight:
-        """What was saved: ``PackedWeight.of(numpy.load("w.npy", mmap_mode="r"))``.
+        """What was saved: ``PackedWeight.of(numpy.load("w.npy", mmap_mode="r"))``; a stack ``[E, bytes]``, too.
 
         Raises:
-            ValueError: there is no header of this version.
+            ValueError: there is no header of this version, or those of a stack differ.
             TypeError: it is no array of bytes.
         """
-        header = bytes(checked("data", an_array("data", data)[:HEADER], ["uint8"], [None]).tobytes())
-        if not header.startswith(_MAGIC):
+        array = an_array("data", data)
+        begins = array[:, :HEADER] if len(array.shape) == 2 else array[:HEADER]
+        octets = checked("data", begins, ["uint8"], (None,) * min(2, len(array.shape)))
+        headers = [row.tobytes() for row in octets.reshape(-1, octets.shape[-1])]
+        if not headers or len(headers[0]) < HEADER or not headers[0].startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
-        text = header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
+        if any(header[:_TABLE_AT] != headers[0][:_TABLE_AT] for header in headers):
+            raise ValueError("data: weights of a stack must have one format")
+        text = headers[0][len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
         if not text.isascii() or not text.decode().isprintable():
             raise ValueError(f"data: its header names no format, but {text!r}")
         return PackedWeight(data, text.decode())

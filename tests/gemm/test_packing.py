@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -187,6 +188,20 @@ def test_memory_that_another_library_owns_is_packed_as_an_array_is() -> None:
     assert (pack_gguf(borrowed, 2).data == pack_gguf(weight, 2).data).all()
 
 
+def test_a_stack_can_be_saved(tmp_path: Path) -> None:
+    w = pack_gguf(**GIVEN[pack_gguf])
+    stack = stack_packed([w, w])
+    np.save(tmp_path / "w.npy", stack.data)
+    again = PackedWeight.of(np.load(tmp_path / "w.npy", mmap_mode="r"))
+    assert (again.format, again.data.shape) == (w.format, stack.data.shape)
+    other = pack_fp8(**GIVEN[pack_fp8]).data
+    mixed = np.stack([w.data, np.resize(other, w.data.shape)])
+    with pytest.raises(ValueError, match="data: weights of a stack must have one format"):
+        PackedWeight.of(mixed)
+    with pytest.raises(ValueError, match="data: does not begin with the header"):
+        PackedWeight.of(stack.data[:0])
+
+
 def test_stacks_and_halves_want_packed_weights() -> None:
     w = pack_gguf(**GIVEN[pack_gguf])
     with pytest.raises(TypeError, match="weights: must be a sequence of PackedWeight"):
@@ -195,6 +210,11 @@ def test_stacks_and_halves_want_packed_weights() -> None:
         interleave_halves(w.data)
     with pytest.raises(ValueError, match=r"weight.data: must have shape \[any\], got \[2, "):
         interleave_halves(stack_packed([w, w]))
-    for data, error in ((w.data.view(np.int8), TypeError), (w.data[None], ValueError), ([1], TypeError)):
+    for data, error in (
+        (w.data.view(np.int8), TypeError),
+        (w.data[None, None], ValueError),
+        (w.data[:200], ValueError),
+        ([1], TypeError),
+    ):
         with pytest.raises(error, match="data: "):
             PackedWeight.of(data)
