@@ -135,8 +135,8 @@ def cutlass_scaled_mm(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     bias: Array | None = None,
     *,
     stream: Stream = None,
@@ -147,7 +147,8 @@ def cutlass_scaled_mm(
     blocks of 128 of ``k``, added in order: a row of ``out`` has the same bits however many rows there are.
 
     Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  Scales
-    are taken for these unless they have one element, or one for each row or column.
+    are taken for these unless they have one element, or one for each row or column.  A scale of one element may lie
+    on the host, such as a Python number; on CUDA it takes a launch of its own.
 
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
@@ -173,8 +174,8 @@ def cutlass_scaled_mm_azp(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     azp_adj: Array,
     azp: Array | None = None,
     bias: Array | None = None,
@@ -209,7 +210,7 @@ def grouped_scaled_mm(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
+    a_scales: ScalarOrArray,
     b_scales: Array,
     row_groups: Array | None = None,
     group_begins: Array | None = None,

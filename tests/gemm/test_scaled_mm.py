@@ -389,3 +389,39 @@ def test_zero_points_do_not_fit_blocks(array):
     scales = [array.input(positive(3, 2)), array.input(positive(2, 1))]
     with pytest.raises(ValueError, match="a_scales: must be one, or one for each row"):
         pykv.cutlass_scaled_mm_azp(*made, *scales, array.input(np.zeros(40, np.int32)))
+
+
+@codes
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_scale_may_be_a_number_on_the_host(array, codes, rows):
+    a, b, of_rows, of_columns = (
+        matrix((rows, 272), codes),
+        column_major((272, 144), codes),
+        positive(rows),
+        positive(144),
+    )
+    number, one = 0.01234, np.full(1, 0.01234, np.float32)
+    inputs, arrays = [array.input(x) for x in (a, b)], [array.input(x) for x in (of_rows, of_columns)]
+    for scales, wanted in (
+        ((number, number), (one, one)),
+        ((number, arrays[1]), (one, of_columns)),
+        ((arrays[0], number), (of_rows, one)),
+    ):
+        made = array.output(np.zeros((rows, 144), BF16))
+        pykv.cutlass_scaled_mm(made, *inputs, *scales)
+        expected = multiply(array, a, b, *wanted)
+        np.testing.assert_array_equal(array.numpy(made).view(np.uint16), expected.view(np.uint16))
+    if codes == INT8:
+        sums = b.astype(np.int32).sum(0, dtype=np.int32)
+        made = array.output(np.zeros((rows, 144), BF16))
+        pykv.cutlass_scaled_mm_azp(made, *inputs, number, number, array.input(sums))
+        expected = multiply(array, a, b, one, one, azp_adj=sums)
+        np.testing.assert_array_equal(array.numpy(made).view(np.uint16), expected.view(np.uint16))
+
+
+def test_a_number_is_no_scale_of_blocks(array):
+    made = [array.output(np.zeros(s, t)) for s, t in (((3, 40), np.float16), ((3, 256), np.int8), ((256, 40), np.int8))]
+    with pytest.raises(ValueError, match="b_scales: must have 1 or n = 40 elements, or both scales be those of blocks"):
+        pykv.cutlass_scaled_mm(*made, 0.5, array.input(positive(2, 1)))
+    with pytest.raises(ValueError, match="a_scales: must be a number, got nan"):
+        pykv.cutlass_scaled_mm(*made, float("nan"), 1.0)

@@ -34,8 +34,10 @@ struct ManyShape {
   static constexpr int kWarps = 4 * kGroups * kTeams;  // that multiply
   static constexpr int kThreads = 32 * kWarps + 128;
   static constexpr int kPieces = kPieces_, kPiece = kColumns / kPieces;  // columns that a warp writes at once
-  // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes.
-  static constexpr int kScales = kStrided ? kRows + 4 : kRows;
+  // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes,
+  // and comes from multiples of 16: where a group may begin at any row, so many come that the tile's are among them.
+  static constexpr int kScaleBox = kGrouped ? kRows + 4 : kRows;
+  static constexpr int kScales = kStrided ? kRows + 4 : (kScaleBox + 31) / 32 * 32;
   // In shared memory.
   static constexpr uint32_t kRowBytes = kRows * kLine, kColumnBytes = kColumns * kLine, kWarpBytes = 16 * kPiece * 2;
   static constexpr uint32_t kColumnsAt = kStages * kRowBytes, kStagingAt = kColumnsAt + kStages * kColumnBytes;
@@ -118,7 +120,7 @@ __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* befo
   StraightTurn<S::kStages> turn;
   const bool with_scales = !S::kStrided && o.in_blocks;
   const uint32_t bytes =
-      (S::kGrouped ? o.row_bytes : S::kRowBytes) + S::kColumnBytes + (with_scales ? S::kRows * 4 : 0);
+      (S::kGrouped ? o.row_bytes : S::kRowBytes) + S::kColumnBytes + (with_scales ? S::kScaleBox * 4 : 0);
   for_tiles<S, false>(o, before, team, [&](const ManyTile& t) {
     const int row = t.row + t.group * o.rows_each, column = t.column + t.group * o.columns_each;
     const int scales = t.group * o.scales_each;
@@ -130,7 +132,7 @@ __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* befo
       copy_box(shared + turn.stage * S::kRowBytes, o.rows, {block * kLine, row}, full);
       copy_box(shared + S::kColumnsAt + turn.stage * S::kColumnBytes, o.columns, {block * kLine, column}, full);
       if (with_scales)
-        copy_box(shared + S::kScalesAt + turn.stage * S::kScales * 4, o.row_scales, {t.row, scales + block}, full);
+        copy_box(shared + S::kScalesAt + turn.stage * S::kScales * 4, o.row_scales, {t.row & ~3, scales + block}, full);
     }
   });
 }
@@ -176,6 +178,7 @@ struct ManyMultiplier {
   float of_columns[S::kColumns / 32];
   float row_factors[2];  // of its rows, if not of blocks
   uint32_t written;      // in groups: a bit for each of the warp's rows
+  uint32_t skipped;      // bytes of scales of rows before the tile's
 
   // A block of k that has been given to the matrix units.
   struct Pending {
@@ -198,7 +201,7 @@ struct ManyMultiplier {
     float of_rows[2] = {1.0f, 1.0f}, of_column = 1.0f;
     if (o.in_blocks) {
       const uint32_t scales = shared + S::kScalesAt + stage * S::kScales * 4;
-      const uint32_t mine = scales + (kPart * S::kGroups * 64 + warp * 16 + lane / 4) * 4;
+      const uint32_t mine = scales + (kPart * S::kGroups * 64 + warp * 16 + lane / 4) * 4 + skipped;
       if constexpr (S::kStrided) of_column = load_shared_float(scales + S::kRows * 4);
       of_rows[0] = load_shared_float(mine);
       of_rows[1] = load_shared_float(mine + 32);
@@ -406,6 +409,7 @@ struct ManyMultiplier {
         turn = {static_cast<uint32_t>(of_warp<true>(turn.stage)), static_cast<uint32_t>(of_warp<true>(turn.parity))};
         find_written(t);
       }
+      skipped = S::kGrouped ? t.row % 4 * 4 : 0;
       if (kScalesAll && !o.in_blocks) {
         if constexpr (S::kParts == 1) load_factors(t, 0);
         if constexpr (S::kParts > 1) prefetch_factors(t);
@@ -483,15 +487,14 @@ bool join_lines(int64_t count, int64_t group, int64_t stride, int64_t lines, int
   return all <= INT32_MAX;
 }
 
-// Scales of rows as floats side by side, of which a column of a tile is a box; what is outside is zero.  A box has to begin at a multiple
-// of 16 bytes (another is an illegal instruction), which groups that begin anywhere do not.
+// Scales of rows as floats side by side, of which a column of a tile is in a box; what is outside is zero.  A box that does not begin
+// at a multiple of 16 bytes is an illegal instruction.
 bool map_row_scales(ManyOperands& o, const ScaledMmArgs& args, int rows, int64_t matrices) {
   const MmScales& s = args.a_scales;
   const auto encode = tensor_map_encoder();
   const int64_t alone = matrices > 1 ? s.group : (args.m + 3) / 4 * 4, stride = args.blocks() > 1 ? s.block : alone;
   int64_t lines;
-  if (!encode || args.groups.begins.data || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {}))
-    return false;
+  if (!encode || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {})) return false;
   if (!join_lines(matrices, s.group, stride, args.blocks(), o.scales_each, lines)) return false;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(args.m), static_cast<cuuint64_t>(lines)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 4};
@@ -529,7 +532,7 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
       !make_tensor_map(o.columns, args.b, {args.k, b_lines}, {b_stride}, {S::kColumns}) ||
       !make_tensor_map(o.out, args.out, {2 * args.n, out_lines}, {2 * out_stride}, {16}))
     return false;
-  if (!S::kStrided && o.in_blocks && !map_row_scales(o, args, S::kRows, matrices)) return false;
+  if (!S::kStrided && o.in_blocks && !map_row_scales(o, args, S::kScaleBox, matrices)) return false;
   const auto most = static_cast<int64_t>(num_sms(launch.device));
   launch_dependent_shared(scaled_mm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < most ? tiles : most)),
                           dim3(S::kThreads), S::kBytes + (S::kGrouped ? (count + 1) * 4 : 0), launch, "scaled_mm", o);
