@@ -236,12 +236,21 @@ class Groups {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
-  // Pieces of tiles of 128 rows: up to 16 rows, of which each four are neighbours, by up to at_once_ groups.  No line of scales is
-  // another piece's, so that each is put together and written at once.
-  int64_t pieces() const { return (args_.rows + 127) / 128 * 8 * across(); }
+  // Whether words of scales are neighbours for 16 rows: of four groups' bytes in tiles, of which each four rows follow one another,
+  // or of a group's fp32 in columns.  Then the rows go by such lines, each of which is put together and written at once.
+  static bool by_lines(const GroupQuantArgs& args) {
+    if (args.tile_bits == 7) return !args.of_experts.first.data;
+    const Rows& rows = args.scale_rows;
+    return is_float(args) && args.rows >= kRowsOfLine && (rows.size1 | rows.size2 | rows.stride0) == 1 &&
+           args.scale_group != 1 && !args.scale_four && !args.tile_bits && !args.valid.counts.data;
+  }
+  // Pieces: up to 16 rows by up to at_once_ groups.
+  int64_t pieces() const {
+    return (args_.tile_bits ? (args_.rows + 127) / 128 * 8 : (args_.rows + kRowsOfLine - 1) / kRowsOfLine) * across();
+  }
   void take_pieces(int64_t begin, int64_t end) {
     in_lines_ = true;
-    const int64_t steps = std::max<int64_t>(1, kAhead<T> / (at_once_ * args_.group_size));
+    const int64_t steps = std::clamp<int64_t>(kAhead<T> / (at_once_ * args_.group_size), 1, kRowsOfLine);
     int64_t places[2 * kRowsOfLine];  // of this piece's rows and the next one's
     find_places(begin, places + kRowsOfLine);
     for (int64_t piece = begin; piece < end; ++piece) {
@@ -249,20 +258,17 @@ class Groups {
       find_places(piece + 1, places + kRowsOfLine);
       const int64_t first = first_row(piece), group = first_group(piece),
                     all = std::min(args_.groups() - group, at_once_), real = std::clamp<int64_t>(real_ - group, 0, all);
-      __builtin_memset(lines_, 0, sizeof lines_);
-      for (int64_t i = 0; i < kRowsOfLine && first + row_of_line(i) < args_.rows; ++i) {
-        ahead_ = places[i + std::min(steps, kRowsOfLine)] - places[i];
-        if (real > 0) encode(first + row_of_line(i), group, real);
-        if (real < all) pad_codes(first + row_of_line(i), group + real, all - real);
+      if (args_.tile_bits) __builtin_memset(lines_, 0, static_cast<size_t>(all / 4 * kLine));
+      int64_t there = 0;
+      for (; there < kRowsOfLine && first + row_of_line(there) < args_.rows; ++there) {
+        ahead_ = places[there + steps] - places[there];
+        if (real > 0) encode(first + row_of_line(there), group, real);
+        if (real < all) pad_codes(first + row_of_line(there), group + real, all - real);
       }
-      char* to = static_cast<char*>(args_.scales) + swizzled_place(first, group, args_.tiles, args_.tile_bits);
-      const bool past = writer_.streamed() && reinterpret_cast<uintptr_t>(to) % kLine == 0;
-      for (int64_t line = 0; line < all / 4; ++line, to += 512) {
-        if (past) {
-          stream_line(to, lines_[line].bytes);
-        } else {
-          __builtin_memcpy(to, lines_[line].bytes, kLine);
-        }
+      if (args_.tile_bits) {
+        write_lines(swizzled_place(first, group, args_.tiles, args_.tile_bits), 512, all / 4, kRowsOfLine);
+      } else {
+        write_lines(4 * (first + group * args_.scale_group), 4 * args_.scale_group, all, there);
       }
     }
   }
@@ -289,10 +295,25 @@ class Groups {
   int64_t across() const { return (args_.groups() + at_once_ - 1) / at_once_; }
   int64_t first_row(int64_t piece) const {
     const int64_t lines = piece / across();
-    return lines / 8 * 128 + lines % 8 * 4;
+    return args_.tile_bits ? lines / 8 * 128 + lines % 8 * 4 : lines * kRowsOfLine;
   }
   int64_t first_group(int64_t piece) const { return piece % across() * at_once_; }
-  static int64_t row_of_line(int64_t i) { return i / 4 * 32 + i % 4; }
+  int64_t row_of_line(int64_t i) const { return args_.tile_bits ? i / 4 * 32 + i % 4 : i; }
+  static bool is_float(const GroupQuantArgs& args) {
+    return args.rule.kind == QuantScale::kFloat || args.rule.kind == QuantScale::kPowerOfTwo;
+  }
+  void write_lines(int64_t at, int64_t step, int64_t lines, int64_t words) const {
+    char* to = static_cast<char*>(args_.scales) + at;
+    for (int64_t line = 0; line < lines; ++line, to += step) {
+      if (words < kRowsOfLine) {
+        __builtin_memcpy(to, lines_[line].words, static_cast<size_t>(4 * words));
+      } else if (writer_.streamed() && reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+        stream_line(to, reinterpret_cast<const char*>(lines_[line].words));
+      } else {
+        __builtin_memcpy(to, lines_[line].words, kLine);
+      }
+    }
+  }
   // Where the elements of a piece begin, of each of its rows.
   void find_places(int64_t piece, int64_t* places) const {
     const int64_t row = first_row(piece), column = first_group(piece) * args_.group_size;
@@ -375,15 +396,18 @@ class Groups {
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
-      uint8_t* to = in_lines_ ? reinterpret_cast<uint8_t*>(lines_) + group % at_once_ * kRowsOfLine + row % 4 * 16 +
-                                    row % 128 / 32 * 4
-                              : scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+      uint8_t* to = in_lines_
+                        ? reinterpret_cast<uint8_t*>(lines_[group % at_once_ / 4].words + row % 4 * 4 + row % 128 / 32)
+                        : scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
       const int64_t step = in_lines_ ? kLine : int64_t{4} << args_.tile_bits;
       uint8_t some[kWidth];
       const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
       __builtin_memcpy(some, &all, sizeof all);
       for (; g + 4 <= count; g += 4, to += step) __builtin_memcpy(to, some + g, 4);
       for (int64_t k = g; k < count; ++k) to[k - g] = some[k];
+      return;
+    } else if (in_lines_) {
+      for (; g < count; ++g) lines_[group % at_once_ + g].words[row % kRowsOfLine] = stored[g];
       return;
     } else if (count == kWidth && side_by_side) {
       const int64_t at = args_.scale_rows.offset(row) + group;
@@ -508,8 +532,10 @@ class Groups {
   const TileEncoder<T, TimesInverse, 448> tiles_;
   LineWriter writer_;
   std::vector<Line> values_;
-  bool in_lines_ = false;      // scales go to lines_
-  Line lines_[kAtOnce / 4];    // of a piece of tiles
+  bool in_lines_ = false;  // scales go to lines_, of a piece
+  struct alignas(kLine) {
+    uint32_t words[kRowsOfLine];
+  } lines_[kAtOnce];
   int64_t ahead_ = kAhead<T>;  // to the elements that are asked for
   struct alignas(kLine) {
     uint8_t bytes[kElementsAtOnce];
@@ -526,7 +552,7 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
     std::vector<BlockTables<T>> tables;
     for (int64_t e = 0; e < experts; ++e)
       tables.emplace_back(args, args.globals ? args.globals[e] : float{args.given}, args.rows * args.width / experts);
-    if (args.tile_bits == 7 && !args.of_experts.first.data) {
+    if (Groups<T>::by_lines(args)) {
       const int64_t pieces = Groups<T>(args, tables, report).pieces();
       return parallel_for(pieces, std::max<int64_t>(1, pieces * kElementsWorthAThread / (args.rows * args.width)),
                           [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report).take_pieces(begin, end); });
