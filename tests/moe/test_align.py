@@ -153,7 +153,7 @@ def test_batched_counts_out_of_range(array):
     np.testing.assert_array_equal(array.numpy(made[0]), reference.align(lists, 4, 24, 6, 24)[0])
 
 
-@pytest.mark.parametrize("tokens", [0, 9, 1200])
+@pytest.mark.parametrize("tokens", [0, 9, 1200, 70000])
 @pytest.mark.parametrize("flat", [True, False])
 def test_lora(array, tokens, flat):
     experts, block, loras, k = 24, 16, 4, 3
@@ -193,7 +193,7 @@ def test_lora_out_of_range(array):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "topk", "experts"), [(0, 2, 4), (1, 2, 8), (8, 8, 16), (9, 8, 64), (700, 8, 256), (5000, 2, 8)]
+    ("tokens", "topk", "experts"), [(0, 2, 4), (1, 2, 8), (8, 8, 16), (9, 8, 64), (700, 8, 256), (70000, 2, 8)]
 )
 @pytest.mark.parametrize("with_scales", [True, False])
 @pytest.mark.parametrize("is_gated", [True, False])

@@ -56,6 +56,17 @@ def test_tokens_and_dtypes(array, scoring, dtype, tokens):
 
 
 @pytest.mark.parametrize("scoring", OPS)
+@pytest.mark.parametrize("experts", [8, 100])
+def test_more_than_65535_tokens(array, scoring, experts):
+    x = logits(70000, experts)
+    weights, ids, rows = call(array, scoring, x, 2)
+    wanted, s = reference.topk(x, 2, scoring)
+    np.testing.assert_array_equal(ids, wanted)
+    np.testing.assert_allclose(weights, s, **CLOSE)
+    np.testing.assert_array_equal(rows, np.arange(2) * 70000 + np.arange(70000)[:, None])
+
+
+@pytest.mark.parametrize("scoring", OPS)
 @pytest.mark.parametrize("experts", [8, 100, 256])
 def test_any_logits(array, scoring, experts):
     """No grid: what fp32 cannot tell apart may come in another order."""

@@ -71,6 +71,22 @@ def test_permute(array, dtype, tokens, k, width, experts):
     check_permuted(permute(array, x, ids, experts), x, ids, experts, None, experts)
 
 
+def test_more_than_65535_tokens(array):
+    """There and back again; the sum of a token's two rows is twice its own."""
+    x, ids = rows(70000, 8, dtype=np.float16), chosen(70000, 2, 60)
+    found = permute(array, x, ids, 60)
+    check_permuted(found, x, ids, 60, None, 60)
+    moved, place = array.input(found[0]), array.input(found[2])
+    out = [array.output(np.zeros_like(x)) for _ in range(2)]
+    pykv.moe_unpermute(moved, array.input(np.ones((70000, 2), np.float32)), place, None, 2, out[0])
+    pykv.moe_sum(array.input(np.stack([x, x], 1)), out[1])
+    for sums in out:
+        np.testing.assert_array_equal(array.numpy(sums), 2 * x)
+    back = array.output(np.zeros_like(x))
+    pykv.shuffle_rows(moved, array.input(found[2][:, 1].copy()), back)
+    np.testing.assert_array_equal(array.numpy(back), x)
+
+
 @pytest.mark.parametrize("tokens", [40, 1500])
 @pytest.mark.parametrize("with_map", [False, True])
 def test_permute_some_experts(array, tokens, with_map):

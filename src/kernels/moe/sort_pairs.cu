@@ -356,11 +356,19 @@ __device__ void fill(const SortPlan& plan, int64_t list) {
     for (int64_t i = threadIdx.x; i < a.num_blocks; i += blockDim.x) a.blocks[list * a.blocks_stride + i] = -1;
 }
 
+// A number for each thread of the grid, those of warps that place no pairs first: they are the first to be free.
+__device__ uint32_t rank_of_thread(const SortPlan& plan) {
+  const auto warps = static_cast<int32_t>(blockDim.x / 32),
+             cluster = static_cast<int32_t>(blockIdx.x) >> plan.log_ranks;
+  const int32_t from_free = static_cast<int32_t>(threadIdx.x / 32) - min((cluster + 1) * plan.placing, warps);
+  return ((from_free < 0 ? from_free + warps : from_free) * gridDim.x + blockIdx.x) * 32 + threadIdx.x % 32;
+}
+
 // Everything but the pairs, shared out among the blocks.  filled: where fill() has been.
 __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, uint32_t taken, bool filled) {
   const SortPairsArgs& a = plan.args;
   const auto lanes = static_cast<uint32_t>(plan.bin_lanes);
-  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, lane = thread % lanes;
+  const uint32_t thread = rank_of_thread(plan), lane = thread % lanes;
   int32_t* const sorted = a.sorted ? a.sorted + list * a.list_stride : nullptr;
   uint32_t rest;
   if (sorted || a.blocks) {
@@ -386,8 +394,8 @@ __device__ void put_bins(const SortPlan& plan, const Bins& bins, int64_t list, u
   if (a.blocks && !filled)
     for (int64_t i = int64_t{plan.block_size(taken, rest)} + thread; i < a.num_blocks; i += threads)
       a.blocks[list * a.blocks_stride + i] = -1;
+  if (a.num_padded && thread == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
   if (blockIdx.x != 0) return;
-  if (a.num_padded && threadIdx.x == 0) a.num_padded[list * a.num_padded_stride] = static_cast<int32_t>(taken);
   for (int32_t b = threadIdx.x; b <= plan.num_listed; b += blockDim.x) {
     const uint32_t begin = b < plan.num_listed ? bins.begins[b] : taken;
     if (a.offsets) a.offsets[b] = static_cast<int32_t>(begin);
