@@ -144,12 +144,15 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
         np.testing.assert_array_equal(some.view(np.uint16), whole[part].view(np.uint16))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 8336), (2050, 1672, 4240), (8200, 1000, 4240), (8200, 1000, 272)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(200, 328, 8336), (2050, 1672, 4240), (8200, 1000, 4240), (8200, 1000, 272), (200, 8600, 400), (139, 8632, 400)],
+)
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=name_of)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("padding", [0, 16])
 def test_many_rows_have_the_bits_of_float32(array, m, n, k, dtype, blocks, padding):
-    """On an H200 tiles of 64, 128 and 256 rows, which the copy engine writes but not of float32."""
+    """On an H200 tiles of 64, 128 and 256 rows and of 112 columns, which the copy engine writes but not of float32."""
     if array.device != "cuda":
         m, n, k = m // 20, n // 10, k // 16
     elif array.module == "jax":
