@@ -408,7 +408,7 @@ struct EntriesOf<T, CodeKind::kTable16> {
 
 // Whether Hopper multiplies codes by the scales of their groups as it decodes them (Folding below): those of GGUF, and what is like
 // them; of groups of any size int4 with scales of float16, for x of bfloat16, of which that is one instruction for two codes.  Others
-// without minima are as quick without that, and exact; so is int4 of experts (has_map).
+// without minima are as quick without that, and exact; so is int4 of experts (has_map) for x of float16.
 template <class T>
 bool is_folded(const PackedWeight& w, bool has_map) {
   const bool is_wide = w.scales_kind != ScaleKind::kF16 && !has_supers(w.scales_kind);
@@ -417,7 +417,7 @@ bool is_folded(const PackedWeight& w, bool has_map) {
   if (w.minima_kind == MinimumKind::kZero) return false;  // s z is often larger than w, and would be rounded
   if (w.minima_kind != MinimumKind::kNone) return true;
   const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
-  if (is_wide || (is_uint4 && has_map)) return false;
+  if (is_wide || (is_uint4 && has_map && kIsHalf<T>)) return false;
   const bool is_small = w.groups() > 1 && (w.group_size == 16 || w.group_size == 32);
   return is_small || (is_uint4 && !kIsHalf<T> && w.scales_kind == ScaleKind::kF16);
 }

@@ -429,6 +429,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
   __syncthreads();
   const auto run = [&]<int kSteps, Fold kFold = Fold::kHalf>() {
     int free = last, at = 0;
+    constexpr float unit = S::kRunsOn ? Folding<typename S::Element, S::kCodes, kFold>::kUnit : 1.0f;
     const auto multiply = [&](int from, int to) {
 #pragma unroll 1
       for (int i = from; i < to; ++i) {
@@ -451,7 +452,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
           multiply(begin_of(s), begin_of(s + 1));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            sums[i] = s == 0 ? multiplier.total[i] : sums[i] + multiplier.total[i];
+            const float total = unit * multiplier.total[i];
+            sums[i] = s == 0 ? total : sums[i] + total;
             multiplier.total[i] = 0.0f;
           }
         }
@@ -460,7 +462,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, S::kBlocks)
       }
     }
     if constexpr (S::kRunsOn)
-      for (float& x : multiplier.total) x *= Folding<typename S::Element, S::kCodes, kFold>::kUnit;
+      for (float& x : multiplier.total) x *= unit;
   };
   if constexpr (S::kFolds) {
     dispatch_fold<S::kCodes>(p.weight, p.steps, multiplier.entries.are_octets(), [&]<Fold kFold>() {
@@ -577,7 +579,7 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
-      constexpr bool kHasMaps = kKind == CodeKind::kUint4 && kMinima != Minima::kFolded;
+      constexpr bool kHasMaps = kKind == CodeKind::kUint4;
       if (!map.rows)
         was_launched = launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
       else if constexpr (kHasMaps)

@@ -1,18 +1,24 @@
 // packed_gemm of many tokens on Hopper (sm_90a), of weights that are multiplied by the scales of their groups as they are decoded, so that
 // one sum runs on through a segment of the columns.  The same bits as from packed_gemm_sm90.cuh.
 //
-// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for all of
-// these tokens, to shared memory, where both operands of the matrix units lie; one of their lanes asks for x.  Two warpgroups multiply,
-// and do nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
+// A block computes 128 rows of the weight times up to 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for
+// all of these tokens, to shared memory, where both operands of the matrix units lie, and ask for x.  Two warpgroups multiply, and do
+// nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
 // registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the next tile is decoded.
+//
+// Tokens may lie in groups, each of which has a weight of its own, as those of experts do.  A group is cut into tiles of nearly the same
+// height, and products are as wide as a tile asks for: a tile of few tokens takes half as long as a whole one, for it is decoded.
 //
 // Four warps would decode a unit in more time than its products take: an instruction of a warp takes four to five cycles beside the
 // matrix units, but those of two warps as long together (docs/log/packed_gemm.md).
+#include <algorithm>
+
 #include "cuda/cluster.cuh"
 #include "cuda/cp_async.cuh"
 #include "cuda/dependent_shared.cuh"
 #include "cuda/device.h"
 #include "cuda/divider.cuh"
+#include "cuda/silu.cuh"
 #include "cuda/straight_ring.cuh"
 #include "cuda/tensor_map.cuh"
 #include "cuda/wgmma.cuh"
@@ -25,12 +31,14 @@ namespace packed_many_sm90 {
 // Of a tile; columns of a stage; bytes of a line of both operands.
 inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
 // Sums of a lane; of those of all segments so far, in shared memory.
-inline constexpr int kSums = kTokens / 2, kParked = 76;
+inline constexpr int kSums = kTokens / 2, kMostParked = 76;
 inline constexpr int kThreads = 4 * 128;
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
 inline constexpr int kStages = 3;
+inline constexpr int kOfBox = kTokens / 8;  // tokens whose x a decoding warp asks for, where there are groups
+inline constexpr int kPrefetch = 4;         // units
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
-inline constexpr uint32_t kParkedBytes = 128 * kParked * 4;  // of a warpgroup; results are written from there
+inline constexpr uint32_t kParkedBytes = 128 * kMostParked * 4;  // of a warpgroup; results are written from there
 // In shared memory.
 inline constexpr uint32_t kWAt = kStages * kXBytes, kParkedAt = kWAt + kStages * kWBytes,
                           kFullAt = kParkedAt + 2 * kParkedBytes, kEmptyAt = kFullAt + kStages * 8,
@@ -41,8 +49,12 @@ inline constexpr uint32_t kMostShared = 227 << 10;
 static_assert(2 * kPieceBytes <= kParkedBytes);
 
 // kScales: codes times scales are exact; otherwise they are rounded.
-template <class T, CodeKind kKind_, bool kScales_ = false>
+// kOut: tokens have one weight; or groups of them lie one behind another, each with a weight of its own, and out is silu_and_mul of
+// the product, or not.
+enum class Out { kOfOne, kOfGroups, kOfGroupsActivated };
+template <class T, CodeKind kKind_, bool kScales_, Out kOut>
 struct Shape {
+  static constexpr bool kGroups = kOut != Out::kOfOne, kActivates = kOut == Out::kOfGroupsActivated;
   using Element = T;
   using Code = Codes<T, kKind_>;
   static constexpr CodeKind kKind = kKind_;
@@ -63,6 +75,13 @@ struct Problem {
   int steps, items;               // of 16 columns of a group in a unit; groups of a unit
   int pieces;                     // of the factors of a unit
   int minima_at, supers_at, lows_at;
+  // Of groups.
+  CUtensorMap out_row;          // of one token
+  const int32_t* group_begins;  // [token_groups + 1]
+  int token_groups;
+  int bands_of_gates;                  // of 32 rows, which those of ups follow
+  int64_t weight_stride, bias_stride;  // bytes, elements
+  uint32_t tables_at;  // in shared memory, [token_groups + 1] each: tiles of tokens before a group, and where it begins
 
   __device__ uint32_t tiles() const { return row_tiles * token_tiles; }
   // Tiles of eight tiles of tokens pass over the weight together: they and it stay in the L2.
@@ -77,13 +96,49 @@ struct Problem {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
+// Tells a barrier of bytes to come, which is no arrival.
+__device__ inline void expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Writes the tables of groups, by all threads.
+__device__ inline void make_tables(const Problem& p, uint32_t shared) {
+  const uint32_t tiles = shared + p.tables_at, begins = tiles + (p.token_groups + 1) * 4;
+  const auto put = [](uint32_t at, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+  };
+  for (int i = threadIdx.x; i <= p.token_groups; i += kThreads) put(begins + i * 4, p.group_begins[i]);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  uint32_t before = 0;
+#pragma unroll 1
+  for (int first = 0; first <= p.token_groups; first += 32) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    uint32_t own = 0;
+    if (i < p.token_groups)
+      own = (load_shared_4(begins + i * 4 + 4) - load_shared_4(begins + i * 4) + kTokens - 1) / kTokens;
+    uint32_t sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint32_t lower = __shfl_up_sync(~0u, sum, step);
+      if (static_cast<int>(threadIdx.x) >= step) sum += lower;
+    }
+    if (i <= p.token_groups) put(tiles + i * 4, before + sum - own);
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
 // The units of a block's tiles, one after another.
+template <class S>
 class Cursor {
  public:
-  int unit = 0, row_tile = 0, token_tile = 0;
+  int unit = 0, row_tile = 0, token = 0, count = kTokens, group = 0;  // token: the first one
 
-  __device__ explicit Cursor(const Problem& p) : p_(p), tile_(blockIdx.x) { begin(); }
-  __device__ bool inside() const { return tile_ < p_.tiles(); }
+  __device__ Cursor(const Problem& p, uint32_t shared) : p_(p), tables_(shared + p.tables_at), tile_(blockIdx.x) {
+    if constexpr (S::kGroups) tiles_ = __shfl_sync(~0u, load_shared_4(tables_ + p.token_groups * 4), 0) * p.row_tiles;
+    begin();
+  }
+  __device__ bool inside() const { return tile_ < (S::kGroups ? tiles_ : p_.tiles()); }
   // Whether it came to another tile.
   __device__ bool advance() {
     if (++unit < p_.units) return false;
@@ -98,11 +153,33 @@ class Cursor {
 
  private:
   __device__ void begin() {
-    if (inside()) p_.place(tile_, row_tile, token_tile);
+    if (!inside()) return;
+    if constexpr (S::kGroups) {
+      const uint32_t of_tokens = tile_ / p_.row_tiles;
+      uint32_t first = load(group), end = load(group + 1);
+      while (end <= of_tokens) {
+        ++group;
+        first = end;
+        end = load(group + 1);
+      }
+      const uint32_t in_group = tile_ - first * p_.row_tiles, tiles = end - first;
+      row_tile = static_cast<int>(in_group / tiles);
+      const int own = static_cast<int>(in_group % tiles), begin = load(p_.token_groups + 1 + group),
+                size = load(p_.token_groups + 2 + group) - begin, each = (size + tiles - 1) / tiles;
+      token = begin + own * each;
+      count = min(size - own * each, each);
+    } else {
+      int token_tile;
+      p_.place(tile_, row_tile, token_tile);
+      token = token_tile * kTokens;
+    }
   }
+  // From a lane, so that the compiler sees that all have the same.
+  __device__ int load(int i) const { return __shfl_sync(~0u, load_shared_4(tables_ + i * 4), 0); }
 
   const Problem& p_;
-  uint32_t tile_;
+  const uint32_t tables_;
+  uint32_t tile_, tiles_ = 0;
 };
 
 // Codes that are multiplied by their scales without an error: what packed_gemm_sm90.cuh does of Minima::kScaled, as Folding.
@@ -144,8 +221,8 @@ class Decoder {
         c_(threadIdx.x % 16 / 8),
         g_(threadIdx.x % 8),
         entries_(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt)),
-        ahead_(p) {
-    global_ = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt)) * entries_.unit();
+        ahead_(p, shared) {
+    if constexpr (!S::kGroups) global_ = global_of(0);
   }
 
   __device__ bool are_octets() const { return entries_.are_octets(); }
@@ -153,17 +230,19 @@ class Decoder {
   // kBytes: factors are bytes
   template <class Folds, bool kBytes>
   __device__ __forceinline__ void run() {
+    if (S::kGroups && !ahead_.inside()) return;  // there are fewer tiles than there might be
     find();
+    enter();
     load(words_[0], 0);
     load(words_[1], 1);
-    Cursor at(p_);
+    Cursor<S> at(p_, shared_);
 #pragma unroll 1
     while (true) {
       run_unit<Folds, kBytes>(words_[0], 0, at);
-      at.advance();
+      if (at.advance()) enter();
       if (!at.inside()) break;
       run_unit<Folds, kBytes>(words_[1], 1, at);
-      at.advance();
+      if (at.advance()) enter();
       if (!at.inside()) break;
     }
   }
@@ -171,11 +250,33 @@ class Decoder {
  private:
   using Words = uint2[2][kPlanes];  // of two lanes of a fragment
 
+  // The tile that is loaded: it has more units than are loaded ahead.
+  __device__ void enter() {
+    if constexpr (S::kGroups) global_ = next_global_;
+  }
+
+  // Brings codes of units behind these to the L2: those of a group are read but once or twice.
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void prefetch_codes(const uint8_t* from) const {
+#pragma unroll
+    for (int unit = kFirst; unit < kFirst + kCount; ++unit)
+#pragma unroll
+      for (int n = 0; n < 2 * kPlanes; ++n)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + unit * (kPlanes * 512) + n % 2 * 128 + n / 2 * 512));
+  }
+  // shift: bytes from p_.weight to the one that is meant
+  __device__ float global_of(int64_t shift) const {
+    return __ldg(reinterpret_cast<const float*>(p_.weight.data + shift + PackedWeight::kGlobalScaleAt)) *
+           entries_.unit();
+  }
   // Where what this lane copies of a tile begins.
   __device__ void find() {
     const PackedWeight& w = p_.weight;
-    const int64_t band = min(ahead_.row_tile * (kRows / 32) + warp_, static_cast<int>(w.padded_n() / 32) - 1);
-    codes_ = w.codes + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16 + half_ * 8;
+    const int64_t band = min(S::kActivates ? ahead_.row_tile * 2 + warp_ % 2 + warp_ / 2 * p_.bands_of_gates
+                                           : ahead_.row_tile * (kRows / 32) + warp_,
+                             static_cast<int>(w.padded_n() / 32) - 1);
+    const int64_t shift = S::kGroups ? ahead_.group * p_.weight_stride : 0;
+    codes_ = w.codes + shift + (band * 2 + b_) * p_.units * (kPlanes * 512) + (c_ * 16 + g_) * 16 + half_ * 8;
     // Of groups [band][group][32], or of 256 columns [band][block][32].
     int piece = threadIdx.x % 32;
     const int of_scales = p_.items * 2 * bytes_of(w.scales_kind), of_minima = p_.items * 2 * bytes_of(w.minima_kind);
@@ -192,6 +293,11 @@ class Decoder {
       step_ = 64;
       from_ = (w.supers && piece < 4 ? w.supers : w.lows) + band * p_.blocks * 64 + piece % 4 * 16;
     }
+    if constexpr (S::kGroups) {
+      if (from_) from_ += shift;
+      next_global_ = global_of(shift);
+      prefetch_codes<0, kPrefetch>(codes_);
+    }
   }
   // The next unit.
   __device__ __forceinline__ void load(Words& words, int slot) {
@@ -199,6 +305,7 @@ class Decoder {
       const int unit = ahead_.unit, at = is_of_256_ ? unit / 4 : p_.steps < 4 ? unit : p_.units_by.quotient(unit);
       if (from_) cp_async_16(slot_at(slot) + threadIdx.x % 32 * 16, from_ + int64_t{at} * step_);
       const uint8_t* const from = codes_ + unit * (kPlanes * 512);
+      if constexpr (S::kGroups) prefetch_codes<kPrefetch, 1>(from);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -226,7 +333,7 @@ class Decoder {
   }
 
   template <class Folds, bool kBytes>
-  __device__ __forceinline__ void run_unit(Words& given, int slot, const Cursor& at) {
+  __device__ __forceinline__ void run_unit(Words& given, int slot, const Cursor<S>& at) {
     cp_async_wait<1>();
     __syncwarp();
     // Where groups have 16 columns, two lanes of a row have one each.
@@ -235,9 +342,15 @@ class Decoder {
     fold<Folds, kBytes>(own, slot, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
     const uint32_t stage = turn_.stage, full = shared_ + kFullAt + stage * 8;
     wait_for(shared_ + kEmptyAt + stage * 8, turn_.parity ^ 1);
-    if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
+    if constexpr (S::kGroups) {
+      const int first = (half_ * 4 + warp_) * kOfBox;
+      if (threadIdx.x % 32 == 0 && first < at.count) {
+        expect(full, kOfBox * kLine);
+        copy_box(shared_ + stage * kXBytes + first * kLine, p_.x, {at.unit * kLine, at.token + first}, full);
+      }
+    } else if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
       cluster_expect(full, kXBytes);
-      copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token_tile * kTokens}, full);
+      copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token}, full);
     }
     __syncwarp();
     turn_.next();
@@ -271,16 +384,18 @@ class Decoder {
   const int warp_, half_, b_, c_, g_;
   const EntriesOf<T, S::kKind> entries_;
   StraightTurn<kStages> turn_;
-  Cursor ahead_;  // what is loaded next
+  Cursor<S> ahead_;  // what is loaded next
   const uint8_t *codes_, *from_;
   int step_;
   bool is_of_256_;
-  float global_;
+  float global_, next_global_;
   Words words_[2];
 };
 
-template <class T>
+template <class S>
 class Multiplier {
+  using T = typename S::Element;
+
  public:
   // warp: of eight
   __device__ Multiplier(const Problem& p, uint32_t shared, int warp)
@@ -289,24 +404,56 @@ class Multiplier {
   // unit: what sums are multiplied by
   __device__ __forceinline__ void run(float unit) {
 #pragma unroll 1
-    for (Cursor at(p_); at.inside(); at.next_tile()) {
-      bool has_total = false;
-#pragma unroll 1
-      for (int segment = 0; segment < p_.segments; ++segment) {
-        const int count = p_.begins[segment + 1] - p_.begins[segment];
-        if (count == 0) continue;
-        multiply(count);
-        scale(unit);
-        if (has_total) take_total();
-        if (segment + 1 < p_.segments) keep_total();
-        has_total = true;
+    for (Cursor<S> at(p_, shared_); at.inside(); at.next_tile()) {
+      if constexpr (S::kScales)
+        unit = __ldg(reinterpret_cast<const float*>(p_.weight.data + (S::kGroups ? at.group * p_.weight_stride : 0) +
+                                                    PackedWeight::kGlobalScaleAt));
+      if constexpr (S::kGroups) {
+        if (at.count > 192)
+          run_tile<128, 128>(at, unit);
+        else if (at.count > 144)
+          run_tile<128, 64>(at, unit);
+        else if (at.count > 128)
+          run_tile<128, 16>(at, unit);
+        else if (at.count > 64)
+          run_tile<128, 0>(at, unit);
+        else if (at.count > 32)
+          run_tile<64, 0>(at, unit);
+        else
+          run_tile<32, 0>(at, unit);
+      } else {
+        run_tile<128, 128>(at, unit);
       }
-      store(at.row_tile * kRows, at.token_tile * kTokens);
     }
-    if (leads()) wait_until_written();  // shared memory has to stay until it has been read
+    if (writes()) wait_until_written();  // shared memory has to stay until it has been read
   }
 
  private:
+  template <int kFirst, int kSecond>
+  __device__ __forceinline__ void run_tile(const Cursor<S>& at, float unit) {
+    bool has_total = false;
+#pragma unroll 1
+    for (int segment = 0; segment < p_.segments; ++segment) {
+      const int count = p_.begins[segment + 1] - p_.begins[segment];
+      if (count == 0) continue;
+      multiply<kFirst, kSecond>(count);
+      scale(unit);
+      if (has_total) take_total<kFirst + kSecond>();
+      if (segment + 1 < p_.segments) keep_total<kFirst + kSecond>();
+      has_total = true;
+    }
+    store<kFirst + kSecond>(at);
+  }
+
+  // A warpgroup, or both.
+  __device__ void meet() const {
+    if (S::kActivates)
+      named_barrier_sync(3, 256);
+    else
+      named_barrier_sync(1 + group_, 128);
+  }
+  // Who asks the copy engine: of groups a warp, whose lanes write a row each where a tile ends.
+  __device__ bool writes() const { return S::kGroups ? threadIdx.x % 128 < 32 : leads(); }
   __device__ bool leads() const { return threadIdx.x % 128 == 0; }
   __device__ static void wait_until_written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
@@ -320,8 +467,10 @@ class Multiplier {
   __device__ uint32_t own_place(int i) const { return parked_ + i / 4 * (128 * 16) + threadIdx.x % 128 * 16; }
 
   // Sums of the segments so far: what registers do not hold lies where results are written from.
+  template <int kWidth>
   __device__ void keep_total() {
-    if (leads()) wait_until_written();
+    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, kMostParked);
+    if (writes()) wait_until_written();
     named_barrier_sync(1 + group_, 128);
 #pragma unroll
     for (int i = 0; i < kParked; i += 4)
@@ -330,7 +479,9 @@ class Multiplier {
 #pragma unroll
     for (int i = kParked; i < kSums; ++i) total_[i - kParked] = sum(i);
   }
+  template <int kWidth>
   __device__ void take_total() {
+    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, kMostParked);
 #pragma unroll
     for (int i = 0; i < kParked; i += 4) {
       const float4 v = load_shared_float4(own_place(i));
@@ -348,6 +499,8 @@ class Multiplier {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kEmptyAt + stage * 8);
   }
 
+  // Of kFirst tokens and the kSecond that follow.
+  template <int kFirst, int kSecond>
   __device__ __forceinline__ void begin(bool add) {
     wait_for(shared_ + kFullAt + turn_.stage * 8, turn_.parity);
     // What decoders have stored.  A fence of theirs would wait for what they load.
@@ -357,25 +510,36 @@ class Multiplier {
     wgmma_begin();
     // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        Wgmma<T, kTokens / 2>::ss(sum_[half], wgmma_further(w, 32 * j), wgmma_further(x, 32 * j + half * (kXBytes / 2)),
-                                  j > 0 || add);
+    for (int j = 0; j < 4; ++j) {
+      Wgmma<T, kFirst>::ss(reinterpret_cast<float (&)[kFirst / 2]>(sum_[0]), wgmma_further(w, 32 * j),
+                           wgmma_further(x, 32 * j), j > 0 || add);
+      if constexpr (kSecond != 0)
+        Wgmma<T, kSecond>::ss(reinterpret_cast<float (&)[kSecond / 2]>(sum_[1]), wgmma_further(w, 32 * j),
+                              wgmma_further(x, 32 * j + kFirst * kLine), j > 0 || add);
+    }
     wgmma_commit();
   }
 
   // So many units.
+  template <int kFirst, int kSecond>
   __device__ __forceinline__ void multiply(int count) {
     wgmma_pin(sum_);
-    begin(false);
+    begin<kFirst, kSecond>(false);
+    // A place in the ring is worth more than products that follow each other at once, where they are few.
+    constexpr bool kAtOnce = kFirst + kSecond <= 192;
 #pragma unroll 1
     for (int unit = 1; unit < count; ++unit) {
       const uint32_t before = turn_.stage;
       turn_.next();
-      begin(true);
-      wgmma_wait<1>();
-      release(before);
+      if constexpr (kAtOnce) {
+        wgmma_wait<0>();
+        release(before);
+      }
+      begin<kFirst, kSecond>(true);
+      if constexpr (!kAtOnce) {
+        wgmma_wait<1>();
+        release(before);
+      }
     }
     wgmma_wait<0>();
     wgmma_pin(sum_);
@@ -384,20 +548,29 @@ class Multiplier {
   }
 
   // By the copy engine, which leaves out what is outside: 64 rows of the weight and some tokens at once.
-  __device__ __forceinline__ void store(int row, int token) {
-    const int lane = threadIdx.x % 32, first_row = row + group_ * 64;
+  template <int kWidth>
+  __device__ __forceinline__ void store(const Cursor<S>& at) {
+    const int lane = threadIdx.x % 32, column = S::kActivates ? at.row_tile * 64 : at.row_tile * kRows + group_ * 64;
+    const int first_row = S::kActivates ? column + group_ * p_.bands_of_gates * 32 : column;
     const int line = lane / 16 * 8 + lane % 8, chunk = warp_ % 4 * 2 + lane / 8 % 2;
     float bias[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int own = first_row + warp_ % 4 * 16 + i * 8 + lane / 4;
-      if (p_.bias && own < p_.weight.n) bias[i] = to_float(static_cast<const T*>(p_.bias)[own]);
+      if (p_.bias && own < p_.weight.n)
+        bias[i] = to_float(static_cast<const T*>(p_.bias)[at.group * p_.bias_stride + own]);
     }
 #pragma unroll
-    for (int piece = 0; piece < kTokens / kPiece; ++piece) {
+    for (int piece = 0; piece < (kWidth + kPiece - 1) / kPiece; ++piece) {
+      if (S::kGroups && piece * kPiece >= at.count) break;
       const uint32_t to = parked_ + piece % 2 * kPieceBytes;
-      if (leads()) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-      named_barrier_sync(1 + group_, 128);
+      if (writes()) {
+        if (S::kGroups && piece == 0)
+          wait_until_written();
+        else
+          asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      }
+      meet();
 #pragma unroll
       for (int sixteen = 0; sixteen < kPiece; sixteen += 16) {
         uint32_t pairs[4];
@@ -408,9 +581,29 @@ class Multiplier {
         }
         store_transposed(to + (sixteen + line) * kLine + ((chunk ^ line % 8) << 4), pairs);
       }
+      if constexpr (S::kActivates) {
+        meet();
+        const uint32_t gates = to - group_ * kParkedBytes + threadIdx.x * 16;
+        const uint4 gate = load_shared_16(gates), up = load_shared_16(gates + kParkedBytes);
+        uint4 result;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          using Two = Vec<T, 2>;
+          const Two two = silu_and_mul(reinterpret_cast<const Two&>(reinterpret_cast<const uint32_t (&)[4]>(gate)[i]),
+                                       reinterpret_cast<const Two&>(reinterpret_cast<const uint32_t (&)[4]>(up)[i]));
+          reinterpret_cast<uint32_t (&)[4]>(result)[i] = reinterpret_cast<const uint32_t&>(two);
+        }
+        store_shared(gates, result);
+      }
       fence_async_proxy();
-      named_barrier_sync(1 + group_, 128);
-      if (leads()) store_box(p_.out, {first_row * 2, token + piece * kPiece}, to);
+      meet();
+      if (S::kActivates && group_ != 0) continue;
+      const int token = at.token + piece * kPiece, left = at.count - piece * kPiece;
+      if (!S::kGroups || left >= kPiece) {
+        if (leads()) store_box(p_.out, {column * 2, token}, to);
+      } else if (writes()) {  // the rows that follow are others'
+        if (lane < left) store_box(p_.out_row, {column * 2, token + lane}, to + lane * kLine);
+      }
     }
   }
 
@@ -419,7 +612,7 @@ class Multiplier {
   const int group_, warp_;
   const uint32_t parked_;
   StraightTurn<kStages> turn_;
-  float sum_[2][kSums / 2], total_[kSums - kParked];
+  float sum_[2][kSums / 2], total_[kSums - kMostParked];
 };
 
 // Calls with.template operator()<Folding, whether factors are bytes>().
@@ -444,15 +637,16 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared + kFullAt + i * 8, 1 + 8);
+      mbarrier_init(shared + kFullAt + i * 8, S::kGroups ? 8 : 1 + 8);
       mbarrier_init(shared + kEmptyAt + i * 8, 8);
     }
     fence_async_proxy();
     prefetch_map(p.x);
     prefetch_map(p.out);
   }
-  __syncthreads();
   begin_dependent();
+  if constexpr (S::kGroups) make_tables(p, shared);
+  __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 8) {
     give_registers<S::kOfDecoders>();
@@ -463,29 +657,30 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   } else {
     take_registers<S::kOfMultipliers>();
     float unit = 1.0f;
-    if constexpr (S::kScales) {
-      unit = __ldg(reinterpret_cast<const float*>(p.weight.data + PackedWeight::kGlobalScaleAt));
-    } else {
+    if constexpr (!S::kScales) {
       const EntriesOf<typename S::Element, S::kKind> entries(
           reinterpret_cast<const float*>(p.weight.data + PackedWeight::kTableAt));
       dispatch_fold<S::kKind>(p.weight, p.steps, entries.are_octets(),
                               [&]<Fold kFold>() { unit = Folding<typename S::Element, S::kKind, kFold>::kUnit; });
     }
-    Multiplier<typename S::Element>(p, shared, warp).run(unit);
+    Multiplier<S>(p, shared, warp).run(unit);
   }
 #endif
 }
 
+// asks: whether it would be launched.
 template <class S>
-bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch) {
+bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks,
+                  const Launch& launch) {
   using T = typename S::Element;
   const PackedWeight& w = args.weight;
   const int64_t x_stride = args.num_rows > 1 ? args.x_stride : (w.k + 7) / 8 * 8;
   Problem p{};
   p.weight = w;
   p.bias = args.bias;
-  p.row_tiles = static_cast<uint32_t>((w.n + kRows - 1) / kRows);
-  p.token_tiles = static_cast<uint32_t>((args.num_rows + kTokens - 1) / kTokens);
+  const int64_t columns = S::kActivates ? w.n / 2 : w.n, of_tile = S::kActivates ? kRows / 2 : kRows;
+  p.row_tiles = static_cast<uint32_t>((columns + of_tile - 1) / of_tile);
+  p.token_tiles = static_cast<uint32_t>((args.num_rows + kTokens - 1) / kTokens + groups.count);  // at most
   p.units = static_cast<int>(w.padded_k / kUnit);
   p.groups = static_cast<int>(w.groups());
   p.blocks = static_cast<int>((w.padded_k + 255) / 256);
@@ -497,13 +692,26 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   p.supers_at = p.minima_at + p.items * 32 * bytes_of(w.minima_kind);
   p.lows_at = p.supers_at + (w.supers ? 64 : 0);
   p.pieces = (p.lows_at + (w.lows ? 64 : 0)) / 16;
-  const uint32_t bytes = kFactorsAt + 8 * 2 * p.pieces * 16;  // of eight warps, two units each
+  p.tables_at = kFactorsAt + 8 * 2 * p.pieces * 16;  // of eight warps, two units each
+  uint32_t bytes = p.tables_at;
+  if constexpr (S::kGroups) {
+    p.group_begins = groups.begins;
+    p.token_groups = static_cast<int>(groups.count);
+    p.bands_of_gates = static_cast<int>(w.n / 64);
+    p.weight_stride = args.map.weight_stride;
+    p.bias_stride = args.map.bias_stride;
+    bytes += 2 * (p.token_groups + 1) * 4;
+    if (groups.count > INT16_MAX || args.num_rows > INT32_MAX || p.units < 3 || (S::kActivates && w.n % 64 != 0) ||
+        !make_tensor_map(p.out_row, args.out, {columns * 2, args.num_rows}, {args.out_stride * 2}, {1}))
+      return false;
+  }
   if (p.pieces > kMostPieces || bytes > kMostShared || p.groups % p.items != 0 ||
       (p.steps < 4 && w.group_size != p.steps * 16) || int64_t{p.row_tiles} * p.token_tiles > INT32_MAX)
     return false;
-  if (!make_tensor_map(p.x, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {kTokens}) ||
-      !make_tensor_map(p.out, args.out, {w.n * 2, args.num_rows}, {args.out_stride * 2}, {kPiece}))
+  if (!make_tensor_map(p.x, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kGroups ? kOfBox : kTokens}) ||
+      !make_tensor_map(p.out, args.out, {columns * 2, args.num_rows}, {args.out_stride * 2}, {kPiece}))
     return false;
+  if (asks) return true;
   // In stages of two units.
   for (int i = 0; i <= segments; ++i) {
     const int end = (p.units + 1) / 2 * i / segments * 2;
@@ -515,17 +723,50 @@ bool launch_shape(const PackedGemmArgs& args, int segments, const Launch& launch
   return true;
 }
 
-}  // namespace packed_many_sm90
-
-bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
-  using namespace packed_many_sm90;
+// The instance for a weight: none where sums of groups of columns are scaled, nor, of groups of tokens, where codes are no int4.
+template <Out kOut>
+bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks, const Launch& launch) {
   const PackedWeight& w = args.weight;
   const auto in_chunks = [](const void* pointer, int64_t stride) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride % 8 == 0;
   };
-  if (args.map.rows || w.columns || args.epilogue.any || args.x_step != 1 || w.k == 0 ||
+  if (w.columns || args.epilogue.any || args.map.factors || args.x_step != 1 || w.k == 0 ||
       !in_chunks(args.x, args.x_stride) || !in_chunks(args.out, args.out_stride) || w.n > INT32_MAX / 4)
     return false;
+  bool was_launched = false;
+  dispatch<half, bf16>(args.dtype, [&]<class T>() {
+    const auto run = [&]<CodeKind kKind, bool kScales = false>() {
+      was_launched = launch_shape<Shape<T, kKind, kScales, kOut>>(args, groups, segments, asks, launch);
+    };
+    [[maybe_unused]] const bool is_table = w.codes_kind == CodeKind::kTable16;
+    if constexpr (kOut == Out::kOfOne)
+      if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
+        return run.template operator()<CodeKind::kTable16, true>();
+    if constexpr (!kIsHalf<T>) {  // whose sums have units
+      if (!is_folded<T>(w, groups.begins)) return;
+      if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
+      if constexpr (kOut == Out::kOfOne) {
+        if (is_table) return run.template operator()<CodeKind::kTable16>();
+        if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
+      }
+    }
+  });
+  return was_launched;
+}
+
+}  // namespace packed_many_sm90
+
+bool packed_gemm_of_groups_sm90(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks,
+                                const Launch& launch) {
+  using namespace packed_many_sm90;
+  return groups.activates ? launch_kind<Out::kOfGroupsActivated>(args, groups, segments, asks, launch)
+                          : launch_kind<Out::kOfGroups>(args, groups, segments, asks, launch);
+}
+
+bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launch& launch) {
+  using namespace packed_many_sm90;
+  const PackedWeight& w = args.weight;
+  if (args.map.rows) return false;
   // A tile takes as long as 1.7 of 128 tokens in packed_gemm_sm90.cuh, or where codes are E2M1's and scales E4M3's, 1.2.
   const int64_t row_tiles = (w.n + kRows - 1) / kRows, sms = num_sms(launch.device);
   const auto rounds = [&](int64_t tokens) {
@@ -533,23 +774,7 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   };
   const bool is_worth_it = w.scales_kind == ScaleKind::kE4M3 ? 3 * rounds(kTokens) <= 2 * rounds(128)
                                                              : 9 * rounds(kTokens) <= 5 * rounds(128);
-  if (!is_worth_it) return false;
-  bool was_launched = false;
-  dispatch<half, bf16>(args.dtype, [&]<class T>() {
-    const auto run = [&]<CodeKind kKind, bool kScales = false>() {
-      was_launched = launch_shape<Shape<T, kKind, kScales>>(args, segments, launch);
-    };
-    const bool is_table = w.codes_kind == CodeKind::kTable16;
-    if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
-      return run.template operator()<CodeKind::kTable16, true>();
-    if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (!is_folded<T>(w, false)) return;
-      if (is_table) return run.template operator()<CodeKind::kTable16>();
-      if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
-      if (w.codes_kind == CodeKind::kUint8) run.template operator()<CodeKind::kUint8>();
-    }
-  });
-  return was_launched;
+  return is_worth_it && launch_kind<Out::kOfOne>(args, {}, segments, false, launch);
 }
 
 }  // namespace pykv

@@ -26,6 +26,10 @@ constexpr int kColumns = 128, kAtOnce = 4;  // of a stage; stages that are loade
 constexpr int kMostWarps = 16;              // of the second kernel
 constexpr int64_t kMostShared = 200 << 10;
 
+// What is done to sums of groups besides that they are scaled: nothing; zero points are subtracted from codes before; instead of sums
+// codes are scaled (Folding).
+enum class Minima { kNone, kSubtracted, kFolded };
+
 // One of the two weights.
 struct Weight {
   PackedWeight packed;
@@ -62,11 +66,16 @@ __device__ inline uint4 load_codes(const uint8_t* from) {
 
 // Codes and factors of some stages of a warp's rows, and their products with a row of x.
 // kSteps: of 16 columns that are scaled together.
-template <class T, bool kSubtracts, int kSteps>
+template <class T, Minima kMinima, int kSteps>
 class Rows {
   using Code = Codes<T, CodeKind::kUint4>;
+  using Folds = Folding<T, CodeKind::kUint4, Fold::kHalf>;
+  static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
 
  public:
+  // What sums are to be multiplied by.
+  static constexpr float kUnit = kFolds ? Folds::kUnit : 1.0f;
+
   float total[4] = {};  // the first column of a fragment has the one row of x: [0] and [2] of lanes 4 g
 
   // row_block: of 16 rows
@@ -113,7 +122,11 @@ class Rows {
     x += threadIdx.x % 4;
     float2 scale = scale_of(s);
     scale = make_float2(scale.x * global_, scale.y * global_);
-    scale.y *= Code::kOfSecond;
+    uint32_t folded = 0;
+    if constexpr (kFolds)
+      folded = pack_pair<T>(scale.x * Folds::of_scale(0), scale.y * Folds::of_scale(1));
+    else
+      scale.y *= Code::kOfSecond;
     uint32_t zeros[2];
     if constexpr (kSubtracts) {
       const int more = 8 - static_cast<int>(w_.packed.offset);  // what a code is above the base
@@ -126,21 +139,27 @@ class Rows {
     for (int j = 0; j < 8; ++j) {
       const int item = j / kSteps;
       if (j % kSteps == 0) {
-        sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        if constexpr (!kFolds) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        if constexpr (kFolds) {
+          now[0] = kSteps == 8 ? folded : __shfl_sync(~0u, folded, item, 4);
+          now[1] = Folds::middle(now[0]);
+        }
         if constexpr (kSubtracts)
 #pragma unroll
           for (int i = 0; i < 2; ++i) now[i] = kSteps == 8 ? zeros[i] : __shfl_sync(~0u, zeros[i], item, 4);
       }
       const uint4(&words)[1] = reinterpret_cast<const uint4(&)[1]>(words_[s][j / 4]);
       uint32_t a[4];
-      if constexpr (kSubtracts) {
+      if constexpr (kFolds) {
+        Folds::fragment(a, words, j % 4, now[0], now[1]);
+      } else if constexpr (kSubtracts) {
         Code::fragment_less(a, words, j % 4, now);
       } else {
         Code::fragment_in_place(a, words, j % 4);
       }
       const uint2 of_x = x[j * 4];
-      mma_16x8x16<T>(sum, a, of_x.x, of_x.y);
-      if ((j + 1) % kSteps != 0) continue;
+      mma_16x8x16<T>(kFolds ? total : sum, a, of_x.x, of_x.y);
+      if (kFolds || (j + 1) % kSteps != 0) continue;
       const float first = kSteps == 8 ? scale.x : __shfl_sync(~0u, scale.x, item, 4);
       const float second = kSteps == 8 ? scale.y : __shfl_sync(~0u, scale.y, item, 4);
 #pragma unroll
@@ -164,11 +183,13 @@ class Rows {
 };
 
 // Leaves a warp's sums of a segment in shared memory, [16].
-__device__ inline void keep(float* to, float (&total)[4]) {
+template <class R>
+__device__ void keep(float* to, R& rows) {
+  float (&total)[4] = rows.total;
   const int lane = threadIdx.x % 32;
   if (lane % 4 == 0) {
-    to[lane / 4] = total[0];
-    to[lane / 4 + 8] = total[2];
+    to[lane / 4] = R::kUnit * total[0];
+    to[lane / 4 + 8] = R::kUnit * total[2];
   }
   total[0] = total[1] = total[2] = total[3] = 0.0f;
 }
@@ -196,7 +217,7 @@ __device__ void copy_rows(uint4* to, const void* from, int64_t k, int stages, in
 #endif
 
 // A block has 16 columns of the activation of a pair: warps have rows of gates or of ups, and a segment of the columns.
-template <class T, bool kSubtracts, int kSteps>
+template <class T, Minima kMinima, int kSteps>
 __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 x[];
@@ -209,7 +230,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
   begin_dependent();
   copy_rows<T>(x, static_cast<const T*>(p.x) + token * p.x_stride, w.packed.k, w.stages, 1);
   const int32_t expert = p.experts(token, choice, blockIdx.x == 0 && threadIdx.x == 0);
-  Rows<T, kSubtracts, kSteps> rows(w, max(expert, 0), row_block);
+  Rows<T, kMinima, kSteps> rows(w, max(expert, 0), row_block);
   if (expert >= 0) rows.load(begin, end);
   cp_async_wait<0>();
   if (expert < 0) return;
@@ -221,7 +242,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
     for (int s = 0; s < kAtOnce; ++s)
       if (stage + s < end) rows.multiply(s, reinterpret_cast<const uint2*>(x) + (stage + s) * (kColumns / 4));
   }
-  keep(sums[is_up][segment], rows.total);
+  keep(sums[is_up][segment], rows);
   __syncthreads();
   if (threadIdx.x >= kRows) return;
   const int64_t column = int64_t{blockIdx.x} * kRows + threadIdx.x;
@@ -235,7 +256,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
 }
 
 // A block has 16 columns of a token's row of out: warps have a pair each, and a part of the columns.
-template <class T, bool kSubtracts, int kSteps>
+template <class T, Minima kMinima, int kSteps>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 activated[];
@@ -252,7 +273,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
   int32_t expert = choice < p.top_k ? p.experts(token, choice, false) : -1;
   bool waits = true;
   do {
-    Rows<T, kSubtracts, kSteps> rows(w, max(expert, 0), row_block);
+    Rows<T, kMinima, kSteps> rows(w, max(expert, 0), row_block);
     if (expert >= 0) rows.load(begin, end);
     if (waits) {
       choices.load(p.experts, p.sum, token);
@@ -274,7 +295,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
           if (stage + s >= end) continue;
           rows.multiply(s, x + (stage + s) * (kColumns / 4));
           if (stage + s + 1 == segment_end) {
-            keep(sums[choice][segment], rows.total);
+            keep(sums[choice][segment], rows);
             segment_end = w.begin(++segment + 1);
           }
         }
@@ -314,14 +335,14 @@ bool make_weight(Weight& weight, const PackedGemmArgs& args, const Launch& launc
   return weight.stages >= weight.segments;
 }
 
-template <class T, bool kSubtracts, int kSteps>
+template <class T, Minima kMinima, int kSteps>
 void launch_kernels(const Plan& p, const FusedMoeArgs& args, const Launch& launch) {
   const auto pairs = static_cast<unsigned>(args.sort.num_pairs), tokens = static_cast<unsigned>(args.sum.num_tokens);
   const size_t x_bytes = static_cast<size_t>(p.first.stages) * kColumns * 2;
-  launch_dependent_shared(first_kernel<T, kSubtracts, kSteps>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
+  launch_dependent_shared(first_kernel<T, kMinima, kSteps>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
                           dim3(64 * static_cast<unsigned>(p.first.segments)), x_bytes, launch, "fused_moe", p);
   const size_t rows_bytes = static_cast<size_t>(p.second.stages) * kColumns * 2 * p.top_k;
-  launch_dependent_shared(second_kernel<T, kSubtracts, kSteps>,
+  launch_dependent_shared(second_kernel<T, kMinima, kSteps>,
                           dim3(static_cast<unsigned>(args.sum.width / kRows), tokens),
                           dim3(static_cast<unsigned>(p.warps) * 32), rows_bytes, launch, "fused_moe", p);
 }
@@ -360,9 +381,14 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
   dispatch<half, bf16>(first.dtype, [&]<class T>() {
     const MinimumKind minima = first.weight.minima_kind;
     was_launched = minima == MinimumKind::kNone || minima == MinimumKind::kZero;
+    const bool folds = is_folded<T>(first.weight, true);
+    was_launched &= folds == is_folded<T>(second.weight, true);
+    if (!was_launched) return;
     const auto launch_steps = [&]<int kSteps>() {
-      if (minima == MinimumKind::kNone) launch_kernels<T, false, kSteps>(p, args, launch);
-      if (minima == MinimumKind::kZero) launch_kernels<T, true, kSteps>(p, args, launch);
+      if (minima == MinimumKind::kZero) return launch_kernels<T, Minima::kSubtracted, kSteps>(p, args, launch);
+      if constexpr (!kIsHalf<T>)
+        if (folds) return launch_kernels<T, Minima::kFolded, kSteps>(p, args, launch);
+      launch_kernels<T, Minima::kNone, kSteps>(p, args, launch);
     };
     if (p.first.steps == 8)
       launch_steps.template operator()<8>();
