@@ -15,12 +15,14 @@ from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, pack_awq, pack_gguf, pack_in_groups
-from pykv.packed_weight import Factor, Host, PackedWeight, float32, host, integers, plain_scales
+from pykv.packed_weight import Factor, Host, PackedWeight, an_array, checked, float32, host, integers, plain_scales
 
+WORDS: Final = ["int32", "uint32"]
 _TYPES: Final = {"uint4": (4, False), "uint8": (8, False), "uint4b8": (4, True), "uint8b128": (8, True)}
 
 
 def multiply(
+    name: str,
     x: Array,
     weight: Array,
     others: tuple[Array | None, ...],
@@ -29,9 +31,18 @@ def multiply(
     bias: Array | None = None,
     token_scales: Array | None = None,
 ) -> Any:
-    """``token_scales * (x @ W.T) + bias`` with what ``pack()`` makes of the weight and ``others``, or has made."""
+    """``token_scales * (x @ W.T) + bias`` with what ``pack()`` makes of the weight and ``others``, or has made.
+
+    ``name`` is that of ``x``.
+    """
+    shape, dtype = spec_of(an_array(name, x))
+    if dtype not in ("float16", "bfloat16"):
+        raise TypeError(f"{name}: dtype must be float16 or bfloat16, got {dtype}")
     packed = packed_once(weight, others, key, pack)
-    out = empty_beside(x, (spec_of(x).shape[0], packed.shape[0]), spec_of(x).dtype)
+    n, k = packed.shape
+    if len(shape) != 2 or shape[1] != k:
+        raise ValueError(f"{name}: must have shape [any, {k}], as the weight has {k} columns, got {list(shape)}")
+    out = empty_beside(x, (shape[0], n), dtype)
     pykv.packed_gemm(out, x, packed.data, packed.format, bias, token_scales)
     return out
 
@@ -41,6 +52,8 @@ def in_16_bits(a: Any, dtype: str) -> Any:
     shape, given_dtype = spec_of(a)
     if given_dtype == dtype:
         return a
+    if given_dtype not in ("int8", "uint8", "float8_e4m3fn"):
+        raise TypeError(f"a: dtype must be float16, bfloat16, int8 or float8_e4m3fn, got {given_dtype}")
     out = empty_beside(a, shape, dtype)
     if given_dtype == "int8":
         out[...] = a
@@ -57,7 +70,7 @@ def given(array: Array | None) -> Host | None:
 
 def awq_gemm(input: Array, qweight: Array, scales: Array, qzeros: Array, split_k_iters: int) -> Any:
     """:func:`pykv.packed_gemm` of a weight of AWQ; ``split_k_iters`` is ignored: sums are fp32."""
-    return multiply(input, qweight, (scales, qzeros), (), lambda: pack_awq(qweight, qzeros, scales))
+    return multiply("input", input, qweight, (scales, qzeros), (), lambda: pack_awq(qweight, qzeros, scales))
 
 
 def gptq_gemm(
@@ -79,26 +92,38 @@ def gptq_gemm(
     """
 
     def pack() -> PackedWeight:
-        words, order = host(b_q_weight), given(b_g_idx)
+        words, order = _words_of_gptq("b_q_weight", b_q_weight, bit), given(b_g_idx)
+        n = words.shape[1]
+        scales = plain_scales("b_gptq_scales", b_gptq_scales, (None, n))
+        groups = len(scales.values)
+        zeros = bit_stream(checked("b_gptq_qzeros", b_gptq_qzeros, WORDS, (groups, n * bit // 32)).T, bit)
         codes = bit_stream(_permute_bits(words, bit, back=True) if use_exllama else words, bit)
-        zeros = bit_stream(host(b_gptq_qzeros).T, bit).astype(np.int64) + (0 if use_v2_format else 1)
         if use_exllama and order is not None:
-            codes, order = unsorted(codes, np.arange(len(order)) // -(-len(order) // zeros.shape[1]), order)
-        return pack_in_groups(codes, zeros, plain_scales("b_gptq_scales", b_gptq_scales), order, bits=bit)
+            codes, order = unsorted("b_g_idx", codes, np.arange(len(order)) // -(-len(order) // groups), order)
+        return pack_in_groups(codes, zeros.astype(np.int64) + (0 if use_v2_format else 1), scales, order, bits=bit)
 
     others = (b_gptq_qzeros, b_gptq_scales, b_g_idx)
-    return multiply(a, b_q_weight, others, (use_exllama, use_v2_format, bit), pack)
+    return multiply("a", a, b_q_weight, others, (use_exllama, use_v2_format, bit), pack)
 
 
 def gptq_shuffle(q_weight: Array, bit: int, *, q_perm: Array | None = None) -> None:
     """Put the bits of a weight in the order of ``gptq_gemm``, and before that its rows in the order ``q_perm``."""
-    words, order = host(q_weight), given(q_perm)
+    words, order = _words_of_gptq("q_weight", q_weight, bit), given(q_perm)
     if order is not None:
         codes = bit_stream(words, bit)
-        check_order(order, len(codes))
+        check_order("q_perm", order, len(codes))
         words = stream_of(codes[order], bit)
     target: Any = q_weight
     target[...] = array_like(_permute_bits(words, bit), "int32", q_weight)
+
+
+def _words_of_gptq(name: str, array: Array, bit: int) -> Host:
+    if bit not in (2, 3, 4, 8):
+        raise ValueError(f"bit: must be 2, 3, 4 or 8, got {bit}")
+    words = checked(name, array, WORDS, (None, None))
+    if bit == 3 and len(words) % 3:
+        raise ValueError(f"{name}: dimension 0 must be a multiple of 3 with codes of 3 bits, got {list(words.shape)}")
+    return words
 
 
 def machete_prepack_B(b_q_weight: Array, a_type: Any, b_type: Any, group_scales_type: Any) -> Any:
@@ -141,7 +166,7 @@ def machete_mm(
         ValueError: another type of the result than that of ``a`` with 16 bits.
     """
     bits, centred = type_of("b_type", b_type)
-    dtype = spec_of(a).dtype
+    dtype = spec_of(an_array("a", a)).dtype
     name = getattr(out_type, "__name__", None) or str(out_type).removeprefix("torch.")
     if dtype not in ("float16", "bfloat16"):
         a = in_16_bits(a, "float16" if out_type is None else name)
@@ -149,14 +174,25 @@ def machete_mm(
         raise ValueError(f"out_type: must be that of a, {dtype}, got {out_type}")
 
     def pack() -> PackedWeight:
-        codes = bit_stream(host(b_q), bits)
+        codes = bit_stream(checked("b_q", b_q, WORDS, (None, None)), bits)
         k, n = codes.shape
-        factor = Factor("f32", np.ones((1, n), np.float32))
+        factor, zeros = Factor("f32", np.ones((1, n), np.float32)), None
+        if b_group_size not in (None, -1) and (b_group_size < 1 or k % b_group_size):
+            raise ValueError(f"b_group_size: must be -1, or divide {k} rows of b_q, got {b_group_size}")
         if b_group_scales is not None:
-            factor = plain_scales("b_group_scales", b_group_scales)
-        zeros = None if b_group_zeros is None else float32("b_group_zeros", b_group_zeros)
+            groups = None if b_group_size is None else 1 if b_group_size == -1 else k // b_group_size
+            factor = plain_scales("b_group_scales", b_group_scales, (groups, n))
+            if k and (not len(factor.values) or k % len(factor.values)):
+                raise ValueError(f"b_group_scales: its {len(factor.values)} groups must divide {k} rows of b_q")
+        if b_group_zeros is not None:
+            zeros = float32("b_group_zeros", b_group_zeros)
+            if zeros.shape != factor.values.shape:
+                shapes = f"{list(factor.values.shape)}, got {list(zeros.shape)}"
+                raise ValueError(f"b_group_zeros: must have the shape of b_group_scales, {shapes}")
         if b_channel_scales is not None:
-            of_channel = float32("b_channel_scales", b_channel_scales).reshape(1, n)
+            of_channel = float32("b_channel_scales", b_channel_scales).reshape(1, -1)
+            if of_channel.size != n:
+                raise ValueError(f"b_channel_scales: must have {n} elements, got {of_channel.size}")
             factor = Factor("f32", factor.in_float32() * of_channel)
             zeros = None if zeros is None else zeros * of_channel
         minima = None
@@ -166,7 +202,7 @@ def machete_mm(
         return integers(codes.T, factor._replace(values=factor.values.T), minima, group_size, bits)
 
     others = (b_group_scales, b_group_zeros, b_channel_scales)
-    return multiply(a, b_q, others, (str(b_type),), pack, None, a_token_scales)
+    return multiply("a", a, b_q, others, (str(b_type), b_group_size), pack, None, a_token_scales)
 
 
 def allspark_repack_weight(
@@ -220,28 +256,53 @@ def allspark_w8a16_gemm(
         raise ValueError(f"group_size: must be -1, one scale for a column, got {group_size}")
 
     def pack() -> PackedWeight:
-        plain = host(b_qweight)
-        codes = plain[:n] if n32k16_reorder else plain.T[:n]
-        factor = plain_scales("b_scales", b_scales)
+        plain = checked("b_qweight", b_qweight, ["uint8"], (None, None))
+        rows = plain if n32k16_reorder else plain.T
+        factor, minima = plain_scales("b_scales", b_scales), None
+        zeros = float32("b_qzeros", b_qzeros) if has_zp else None
+        sizes = {"b_qweight": len(rows), "b_scales": factor.values.size, "b_qzeros": n if zeros is None else zeros.size}
+        for name, size in sizes.items():
+            if size < n:
+                raise ValueError(f"{name}: must have n = {n} columns, got {size}")
+        codes = rows[:n]
         factor = factor._replace(values=factor.values.reshape(1, -1)[:, :n].T)
-        minima = None
-        if has_zp:
-            zeros = float32("b_qzeros", b_qzeros).reshape(1, -1)[:, :n].T
+        if zeros is not None:
+            zeros = zeros.reshape(1, -1)[:, :n].T
             minima = Factor("f32", -factor.in_float32() * (128 + zeros))
         return integers(codes, factor, minima, max(1, codes.shape[1]), 8)
 
     others = (b_scales, b_qzeros if has_zp else None)
-    return multiply(a, b_qweight, others, ("allspark", n, has_zp, n32k16_reorder), pack)
+    return multiply("a", a, b_qweight, others, ("allspark", n, has_zp, n32k16_reorder), pack)
 
 
 def ggml_mul_mat_vec_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
-    """:func:`pykv.packed_gemm` of a weight of GGUF, as 0.22 had it; activations keep their 16 bits."""
-    return multiply(X, W, (), (quant_type,), lambda: pack_gguf(W, quant_type))
+    """:func:`pykv.packed_gemm` of a weight of GGUF, as 0.22 had it; activations keep their 16 bits.
+
+    Those of float32 are rounded to bfloat16, and the result is float32 again.
+    """
+
+    def pack() -> PackedWeight:
+        return pack_gguf(checked("W", W, ["uint8"], (row, None)), quant_type)
+
+    return in_float32(lambda x: multiply("X", x, W, (), (quant_type, row), pack), X)
 
 
 def ggml_mul_mat_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
-    """:func:`pykv.packed_gemm` of a weight of GGUF, as 0.22 had it; activations keep their 16 bits."""
+    """The same."""
     return ggml_mul_mat_vec_a8(W, X, quant_type, row)
+
+
+def in_float32(product: Callable[[Any], Any], x: Any) -> Any:
+    """A product of ``x``, which where that is float32 is one of bfloat16, with a result of float32."""
+    shape, dtype = spec_of(an_array("X", x))
+    if dtype != "float32":
+        return product(x)
+    narrow = empty_beside(x, shape, "bfloat16")
+    narrow[...] = x
+    found = product(narrow)
+    out = empty_beside(x, spec_of(found).shape, dtype)
+    out[...] = found
+    return out
 
 
 def type_of(name: str, scalar_type: Any, *others: str) -> tuple[int, bool]:
@@ -251,14 +312,14 @@ def type_of(name: str, scalar_type: Any, *others: str) -> tuple[int, bool]:
     return _TYPES[str(scalar_type)]
 
 
-def check_order(order: Host, rows: int) -> None:
+def check_order(name: str, order: Host, rows: int) -> None:
     if not np.array_equal(np.sort(order), np.arange(rows)):
-        raise ValueError(f"perm: must have each of the {rows} rows once")
+        raise ValueError(f"{name}: must have each of the {rows} rows once, got {order.size} elements")
 
 
-def unsorted(codes: Host, group_of: Host, order: Host) -> tuple[Host, Host]:
-    """Rows that were taken in this order, and their groups, back at their places."""
-    check_order(order, len(codes))
+def unsorted(name: str, codes: Host, group_of: Host, order: Host) -> tuple[Host, Host]:
+    """Rows that were taken in the order ``name``, and their groups, back at their places."""
+    check_order(name, order, len(codes))
     plain, groups = np.empty_like(codes), np.empty(len(order), np.int64)
     plain[order], groups[order] = codes, group_of
     return plain, groups
@@ -273,14 +334,14 @@ def stream_of(codes: Host, bits: int) -> Host:
 
 def words_of(stream: Host) -> Host:
     """Bits ``[n, k * bits]`` as words ``[k * bits / 32, n]``."""
-    words: Host = np.packbits(stream, axis=1, bitorder="little").view(np.int32)
+    words: Host = np.ascontiguousarray(np.packbits(stream, axis=1, bitorder="little")).view(np.int32)
     return np.ascontiguousarray(words.T)
 
 
 def _shuffled_bits(bits: int) -> Host:
-    """Of 32 codes, where each bit of the shuffled words comes from."""
+    """Of a word, or of three with codes of 3 bits, where each bit of the shuffled ones comes from."""
     if bits == 8:
-        return np.arange(256)
+        return np.arange(32)
     if bits == 3:
         source = np.empty((3, 32), np.int64)
         for word in range(3):
@@ -291,8 +352,7 @@ def _shuffled_bits(bits: int) -> Host:
         return np.asarray(source.ravel())
     per_word = 32 // bits
     order = np.concatenate([np.arange(0, per_word, 2), np.arange(1, per_word, 2)])
-    codes = (per_word * np.arange(bits)[:, None] + order).ravel()
-    return np.asarray((bits * codes[:, None] + np.arange(bits)).ravel())
+    return np.asarray((bits * order[:, None] + np.arange(bits)).ravel())
 
 
 def _permute_bits(words: Host, bits: int, *, back: bool = False) -> Host:

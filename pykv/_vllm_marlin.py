@@ -12,11 +12,22 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import check_order, given, in_16_bits, multiply, stream_of, type_of, unsorted
+from pykv._vllm_gemm import WORDS, check_order, given, in_16_bits, multiply, stream_of, type_of, unsorted
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, check_groups, nibbles_of_awq, pack_in_groups, stack_packed
 from pykv.packed_gguf import E2M1
-from pykv.packed_weight import Factor, Host, PackedWeight, assemble, float32, host, integers, plain_scales
+from pykv.packed_weight import (
+    Factor,
+    Host,
+    PackedWeight,
+    an_array,
+    assemble,
+    checked,
+    float32,
+    host,
+    integers,
+    plain_scales,
+)
 
 # how 64 columns of scales are permuted, where there are several groups; 32 of one group, and of a bias
 _GROUPED: Final = np.arange(64).reshape(8, 8).T.ravel()
@@ -31,16 +42,16 @@ def gptq_marlin_repack(
     b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False, *, perm: Array | None = None
 ) -> Any:
     """A weight of GPTQ, with its rows in the order ``perm`` where that is given, for :func:`marlin_gemm`."""
-    codes, order = bit_stream(host(b_q_weight), num_bits), given(perm)
+    codes, order = bit_stream(_words(b_q_weight, num_bits), num_bits), given(perm)
     if order is not None:
-        check_order(order, len(codes))
+        check_order("perm", order, len(codes))
     words = _repacked(codes if order is None else codes[order], size_k, size_n, num_bits, is_a_8bit)
     return array_like(words, "int32", b_q_weight)
 
 
 def awq_marlin_repack(b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Any:
     """A weight of AWQ for :func:`marlin_gemm`."""
-    codes = _codes_of_awq(host(b_q_weight), size_k, num_bits)
+    codes = _codes_of_awq(_words(b_q_weight, num_bits), size_k, num_bits)
     return array_like(_repacked(codes, size_k, size_n, num_bits, is_a_8bit), "int32", b_q_weight)
 
 
@@ -83,12 +94,17 @@ def marlin_gemm(
     Raises:
         ValueError: another type of weight.
     """
-    dtype, narrow = spec_of(a).dtype, ""
+    (shape, dtype), narrow = spec_of(an_array("a", a)), ""
+    if shape != (size_m, size_k):
+        raise ValueError(f"a: must have shape [size_m, size_k] = {[size_m, size_k]}, got {list(shape)}")
     if a_scales is not None:
         narrow = "int8" if dtype == "int8" else "fp8"
         dtype = spec_of(b_scales if c is None else c).dtype
         dtype = dtype if dtype in ("float16", "bfloat16") else "bfloat16"
         a = in_16_bits(a, dtype)
+    if c is not None and (found := spec_of(c)) != ((size_m, size_n), dtype):
+        wanted = f"[size_m, size_n] = {[size_m, size_n]} of {dtype}"
+        raise ValueError(f"c: must be {wanted}, got {list(found.shape)} of {found.dtype}")
 
     def pack() -> PackedWeight:
         words = host(b_q_weight)
@@ -103,10 +119,13 @@ def marlin_gemm(
 
     bias = None
     if b_bias is not None:
-        bias = array_like(_reordered(float32("b_bias", b_bias).reshape(1, -1), _ALONE)[0], dtype, a)
+        numbers = float32("b_bias", b_bias).reshape(1, -1)
+        if numbers.size != size_n:
+            raise ValueError(f"b_bias: must have size_n = {size_n} elements, got {numbers.size}")
+        bias = array_like(_reordered(numbers, _ALONE)[0], dtype, a)
     others = (b_scales, global_scale, b_zeros, g_idx, perm)
     key = (dtype, narrow, str(b_q_type), size_n, size_k, is_zp_float)
-    out = multiply(a, b_q_weight, others, key, pack, bias, a_scales)
+    out = multiply("a", a, b_q_weight, others, key, pack, bias, a_scales)
     if c is None:
         return out
     target: Any = c
@@ -134,13 +153,13 @@ def marlin_int4_fp8_preprocess(qweight: Array, qzeros_or_none: Array | None = No
 
 def gptq_marlin_moe_repack(b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Any:
     """:func:`gptq_marlin_repack` of each expert."""
-    words = [bit_stream(w, num_bits) for w in host(b_q_weight)]
+    words = [bit_stream(_words(w, num_bits), num_bits) for w in host(b_q_weight)]
     return _stacked(words, size_k, size_n, num_bits, is_a_8bit, b_q_weight)
 
 
 def awq_marlin_moe_repack(b_q_weight: Array, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False) -> Any:
     """:func:`awq_marlin_repack` of each expert."""
-    codes = [_codes_of_awq(w, size_k, num_bits) for w in host(b_q_weight)]
+    codes = [_codes_of_awq(_words(w, num_bits), size_k, num_bits) for w in host(b_q_weight)]
     return _stacked(codes, size_k, size_n, num_bits, is_a_8bit, b_q_weight)
 
 
@@ -230,18 +249,25 @@ def _integers(
 ) -> PackedWeight:
     bits, centred = type_of("b_q_type", b_q_type, *(() if beside_int8 else _FLOATS))
     codes = _stream_of_marlin(words, k, n, bits, beside_int8)
-    factor = _plain(plain_scales("b_scales", b_scales), beside_int8)
+    factor = _plain(plain_scales("b_scales", b_scales, (None, n)), beside_int8)
     groups = factor.values.shape[0]
     if beside_int8 and groups > 1:
         factor = Factor("f32", np.ascontiguousarray(factor.values).view(np.int16).astype(np.float32))
     zeros = given(b_zeros)
+    if centred != (zeros is None):
+        raise ValueError(f"b_zeros: must {'not ' if centred else ''}be given with weights of {b_q_type}")
     if order is not None:
         rows = np.arange(k) // -(-k // groups) if of_rows is None else of_rows
-        codes, of_rows = unsorted(codes, rows, order)
+        if len(rows) != k:
+            raise ValueError(f"g_idx: must have size_k = {k} elements, got {len(rows)}")
+        codes, of_rows = unsorted("perm", codes, rows, order)
+    if zeros is not None:
+        shape = (groups, n if is_zp_float else n * bits // 32)
+        checked("b_zeros", b_zeros, ["float16", "bfloat16", "float32"] if is_zp_float else WORDS, shape)
     if is_zp_float and zeros is not None:
         minima = Factor("f32", -(factor.in_float32() * _reordered(float32("b_zeros", b_zeros), _GROUPED)).T)
         return integers(codes.T, factor._replace(values=factor.values.T), minima, -(-k // groups), bits)
-    plain = None if centred or zeros is None else _zeros_of_marlin(zeros, n, bits, beside_int8)
+    plain = None if zeros is None else _zeros_of_marlin(zeros, n, bits, beside_int8)
     return pack_in_groups(codes, plain, factor, of_rows, bits=bits)
 
 
@@ -250,7 +276,7 @@ def _floats(words: Host, b_scales: Any, global_scale: Any, b_q_type: str, dtype:
     bias_of_dtype = {"float16": 15, "bfloat16": 127}[dtype]
     codes = _stream_of_marlin(words, k, n, _FLOATS[b_q_type]).T
     if b_q_type == "float8_e4m3fn":
-        factor = _plain(plain_scales("b_scales", b_scales))
+        factor = _plain(plain_scales("b_scales", b_scales, (None, n)))
         values = np.ldexp(factor.in_float32(), 7 - bias_of_dtype).T
         return assemble(codes, "e4m3", Factor("f32", values), None, -(-k // values.shape[1]))
     stored = host(b_scales).view(np.uint8)
@@ -273,12 +299,18 @@ def _beside_fp8(
         raise ValueError("b_q_type: beside fp8 must be uint4b8 or float4_e2m1f (mxfp4), without zero points")
     codes = _stream_of_marlin(words, k, n, 4, True).T
     if b_q_type == "uint4b8":
-        factor = _plain(plain_scales("b_scales", b_scales), True)
+        factor = _plain(plain_scales("b_scales", b_scales, (None, n)), True)
         values = factor.in_float32().T
         return assemble(codes, "t4", Factor("f32", values / 512), None, -(-k // values.shape[1]), table=_SIGNED)
     values = _plain(Factor("e8m0", host(b_scales).view(np.uint8)), True).values.T
     check_groups((n, k), values, 32, "b_scales")
     return assemble(codes, "t4", Factor("e8m0", values), None, 32, table=E2M1, global_scale=2.0**-6)
+
+
+def _words(b_q_weight: Array, bits: int) -> Host:
+    if bits not in (4, 8):
+        raise ValueError(f"num_bits: must be 4 or 8, got {bits}")
+    return checked("b_q_weight", b_q_weight, WORDS, (None, None))
 
 
 def _plain(scales: Factor, beside_8_bits: bool = False) -> Factor:
@@ -305,7 +337,7 @@ def _order_of_marlin(bits: int, is_a_8bit: bool) -> Host:
 def _codes_of_awq(words: Host, k: int, bits: int) -> Host:
     if bits == 4:
         return nibbles_of_awq(words)
-    return words.view(np.uint8).reshape(k, -1, 4)[..., [0, 2, 1, 3]].reshape(k, -1)
+    return words.view(np.uint8).reshape(words.shape[0], -1, 4)[..., [0, 2, 1, 3]].reshape(k, -1)
 
 
 def _stacked(experts: list[Host], k: int, n: int, bits: int, is_a_8bit: bool, like: Array) -> Any:
@@ -315,8 +347,6 @@ def _stacked(experts: list[Host], k: int, n: int, bits: int, is_a_8bit: bool, li
 
 def _repacked(codes: Host, k: int, n: int, bits: int, is_a_8bit: bool) -> Host:
     """Codes ``[k, n]`` as words ``[k / 16, n * bits / 2]`` in the order of Marlin."""
-    if bits not in (4, 8):
-        raise ValueError(f"num_bits: must be 4 or 8, got {bits}")
     height = 32 if is_a_8bit else 16
     if codes.shape != (k, n) or k % height or n % 64:
         raise ValueError(

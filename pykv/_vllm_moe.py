@@ -12,10 +12,11 @@ import numpy as np
 import pykv
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array
+from pykv._vllm_gemm import in_float32
 from pykv._vllm_packed import packed_once
 from pykv.gemm import pack_gguf, stack_packed
 from pykv.packed_gguf import GGUF_TYPES
-from pykv.packed_weight import Factor, Host, PackedWeight, host, integers, plain_scales, zero_points
+from pykv.packed_weight import Factor, Host, PackedWeight, checked, integers, plain_scales, zero_points
 
 _BLOCK: Final = 8  # of ggml_moe_a8
 
@@ -42,8 +43,17 @@ def moe_wna16_gemm(
     """
 
     def pack() -> PackedWeight:
-        scales = plain_scales("b_scales", b_scales)
-        all_zeros = None if b_qzeros is None else host(b_qzeros)
+        if bit not in (4, 8):
+            raise ValueError(f"bit: must be 4 or 8, got {bit}")
+        weights = checked("b_qweight", b_qweight, ["uint8"], (None, None, None))
+        experts, n, width = weights.shape
+        k = width * 8 // bit
+        scales, all_zeros = plain_scales("b_scales", b_scales, (experts, n, None)), None
+        groups = scales.values.shape[2]
+        if k and (not groups or k % groups):
+            raise ValueError(f"b_scales: its {groups} groups must divide {k} columns of b_qweight")
+        if b_qzeros is not None:
+            all_zeros = checked("b_qzeros", b_qzeros, ["uint8"], (experts, n * bit // 8, groups))
 
         def expert(e: int, octets: Host) -> PackedWeight:
             codes = octets if bit == 8 else np.stack([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
@@ -54,9 +64,9 @@ def moe_wna16_gemm(
                 if bit == 4:
                     z = np.stack([z & 15, z >> 4], 1).reshape(-1, z.shape[-1])
                 zeros = zero_points(z.astype(np.int64), bit, factor)
-            return integers(codes, factor, zeros, codes.shape[1] // factor.values.shape[1], bit)
+            return integers(codes, factor, zeros, max(1, k // max(1, groups)), bit)
 
-        return stack_packed([expert(e, octets) for e, octets in enumerate(host(b_qweight))])
+        return stack_packed([expert(e, octets) for e, octets in enumerate(weights)])
 
     w = packed_once(b_qweight, (b_scales, b_qzeros), (bit,), pack)
     target: Any = output
@@ -85,14 +95,22 @@ def ggml_moe_a8(
 ) -> Any:
     """:func:`pykv.fused_moe_gemm` of weights of GGUF, as 0.22 had it: ``[tokens * top_k, row]``, zeros for no expert.
 
-    Activations keep their 16 bits.
+    Activations keep their 16 bits; those of float32 are rounded to bfloat16, and the result is float32 again.
     """
-    w = packed_once(W, (), (quant_type,), lambda: stack_packed([pack_gguf(blocks, quant_type) for blocks in host(W)]))
-    out = empty_beside(X, (tokens * top_k, row), spec_of(X).dtype)
-    out[...] = 0
-    maps = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    pykv.fused_moe_gemm(out, X, w.data, None, *maps, top_k, _BLOCK, None, w.format)
-    return out
+
+    def pack() -> PackedWeight:
+        experts = checked("W", W, ["uint8"], (None, row, None))
+        return stack_packed([pack_gguf(blocks, quant_type) for blocks in experts])
+
+    def multiply(x: Any) -> Any:
+        w = packed_once(W, (), (quant_type, row), pack)
+        out = empty_beside(x, (tokens * top_k, row), spec_of(x).dtype)
+        out[...] = 0
+        maps = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+        pykv.fused_moe_gemm(out, x, w.data, None, *maps, top_k, _BLOCK, None, w.format)
+        return out
+
+    return in_float32(multiply, X)
 
 
 def ggml_moe_a8_vec(X: Array, W: Array, topk_ids: Array, top_k: int, quant_type: int, row: int, tokens: int) -> Any:

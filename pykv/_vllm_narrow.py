@@ -15,9 +15,10 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
+from pykv._vllm_gemm import WORDS
 from pykv._vllm_packed import made_once, packed_once
 from pykv.gemm import bit_stream, pack_mxfp4, pack_nvfp4, stack_packed
-from pykv.packed_weight import Host, PackedWeight, host
+from pykv.packed_weight import Host, PackedWeight, an_array, checked, host
 
 
 def cutlass_encode_and_reorder_int4b(b: Array) -> Any:
@@ -33,7 +34,7 @@ def cutlass_encode_and_reorder_int4b_grouped(b_tensors: Array) -> tuple[Any, Any
 
 def cutlass_pack_scale_fp8(scales: Any) -> Any:
     """The scales of groups as they are; contiguous."""
-    out = empty_beside(scales, *spec_of(scales))
+    out = empty_beside(an_array("scales", scales), *spec_of(scales))
     out[...] = scales
     return out
 
@@ -55,13 +56,14 @@ def cutlass_w4a8_mm(
     """
 
     def decode() -> Any:
-        words, scales = host(b_q), _octets(b_group_scales)
+        words, scales = checked("b_q", b_q, WORDS, (None, None)), _octets(b_group_scales)
         return array_like(_to_fp8(words, scales, b_group_size).T, "uint8", b_q)
 
     weight: Any = made_once(b_q, (b_group_scales,), (b_group_size,), decode)
     name = "bfloat16" if out_type is None else str(getattr(out_type, "__name__", out_type)).rpartition(".")[2]
     out = empty_beside(a, (spec_of(a).shape[0], weight.shape[0]), name)
-    scales = (a_token_scales.reshape(-1), b_channel_scales.reshape(-1))
+    given = (an_array("a_token_scales", a_token_scales), an_array("b_channel_scales", b_channel_scales))
+    scales = tuple(array.reshape(-1) for array in given)
     pykv.cutlass_scaled_mm(out, a, weight.swapaxes(0, 1), *scales)
     return out
 
@@ -89,7 +91,8 @@ def cutlass_w4a8_moe_mm(
     """
 
     def decode() -> Any:
-        words, scales = host(b_tensors), _octets(b_group_scales)
+        words = checked("b_tensors", b_tensors, WORDS, (None, None, None))
+        scales = _octets(b_group_scales)
         if scales.shape[:1] != words.shape[:1]:
             raise ValueError(f"b_group_scales: must be of {words.shape[0]} experts, got shape {list(scales.shape)}")
         each = [_to_fp8(w.T, s, b_group_size).T for w, s in zip(words, scales, strict=True)]
@@ -143,10 +146,7 @@ def cutlass_mxfp4_moe_mm(
 
 
 def _octets(scales: Any) -> Host:
-    plain = host(scales)
-    if plain.dtype.itemsize != 1:
-        raise TypeError(f"b_group_scales: must be float8_e4m3fn, got {spec_of(scales).dtype}")
-    return plain.view(np.uint8)
+    return checked("b_group_scales", scales, ["float8_e4m3fn", "uint8", "int8"], None).view(np.uint8)
 
 
 def _to_fp8(words: Host, scales: Host, group_size: int) -> Host:

@@ -1,6 +1,7 @@
 """Matrix products with packed weights, and of 8-bit matrices with scales.
 
 A weight is packed once, on the host, by the function of its source, such as ``w = pack_awq(qweight, qzeros, scales)``.
+Scales of bfloat16 are packed as float16 where all of them are the same numbers in it.
 Then ``pykv.packed_gemm(out, x, w.data, w.format)`` is ``out = x @ W.T``.  Any sizes will do.
 """
 
@@ -22,6 +23,7 @@ from pykv.packed_weight import (
     assemble,
     checked,
     float32,
+    in_bfloat16,
     in_order_of_rows,
     integers,
     plain_scales,
@@ -133,8 +135,8 @@ def cutlass_scaled_mm(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     bias: Array | None = None,
     *,
     stream: Stream = None,
@@ -145,7 +147,8 @@ def cutlass_scaled_mm(
     blocks of 128 of ``k``, added in order: a row of ``out`` has the same bits however many rows there are.
 
     Scales of blocks: ``out = sum(a_scales[:, i] * b_scales[i, n // 128] * (a @ b over block i)) + bias``.  Scales
-    are taken for these unless they have one element, or one for each row or column.
+    are taken for these unless they have one element, or one for each row or column.  A scale of one element may lie
+    on the host, such as a Python number; on CUDA it takes a launch of its own.
 
     Args:
         out: ``[num_rows, n]`` float32, float16 or bfloat16; written.  The elements of a row lie side by side, rows
@@ -171,8 +174,8 @@ def cutlass_scaled_mm_azp(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     azp_adj: Array,
     azp: Array | None = None,
     bias: Array | None = None,
@@ -207,7 +210,7 @@ def grouped_scaled_mm(
     out: Array,
     a: Array,
     b: Array,
-    a_scales: Array,
+    a_scales: ScalarOrArray,
     b_scales: Array,
     row_groups: Array | None = None,
     group_begins: Array | None = None,
@@ -398,7 +401,7 @@ def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
     """
     words = checked("qweight", qweight, _WORDS, (None, None))
     k, n = words.shape[0], 8 * words.shape[1]
-    factor = plain_scales("scales", scales, (None, n))
+    factor = _of_columns(scales, n, "qweight", words)
     groups = len(factor.values)
     size = _equal_groups(groups, k)
     z = nibbles_of_awq(checked("qzeros", qzeros, _WORDS, (groups, n // 8))).T.astype(np.int64)
@@ -430,7 +433,7 @@ def pack_gptq(
     rows, n = words.shape
     if 32 * rows % bits:
         raise ValueError(f"qweight: dimension 0 must be a multiple of bits = {bits}, got shape {[rows, n]}")
-    factor = plain_scales("scales", scales, (None, n))
+    factor = _of_columns(scales, n, "qweight", words)
     groups, z = len(factor.values), None
     owners = None if g_idx is None else checked("g_idx", g_idx, _INTEGERS, (None,))
     if owners is None or not len(owners):
@@ -441,6 +444,15 @@ def pack_gptq(
         z = bit_stream(checked("qzeros", qzeros, _WORDS, (groups, n * bits // 32)).T, bits)
         z = z.astype(np.int64) + (0 if v2 else 1)
     return pack_in_groups(bit_stream(words, bits), z, factor, owners, bits=bits)
+
+
+def _of_columns(scales: Array, n: int, name: str, words: Host) -> Factor:
+    """Scales ``[groups, n]`` beside these words: one of the two may have been transposed."""
+    factor = plain_scales("scales", scales, (None, None))
+    if factor.values.shape[1] != n:
+        given = f"{list(factor.values.shape)} beside {name} {list(words.shape)}"
+        raise ValueError(f"scales: must have shape [any, {n}], got {given}")
+    return factor
 
 
 def _minima(zeros: Host | None, bits: int, scales: Factor) -> Factor | None:
@@ -480,7 +492,7 @@ def pack_compressed_tensors(
     bits = whole("bits", bits)
     if bits not in (4, 8):
         raise ValueError(f"bits: must be 4 or 8, got {bits}")
-    n, k = _pair("shape", tuple(shape))  # of the file: an array
+    n, k = _pair("shape", tuple(shape) if hasattr(shape, "__array__") else shape)  # of the file: an array
     codes = checked("weight_packed", weight_packed, _WORDS, (n, -(-k * bits // 32)))
     scales = plain_scales("weight_scale", weight_scale, (n, None))
     groups = scales.values.shape[1]
@@ -664,11 +676,13 @@ def stack_packed(weights: Sequence[PackedWeight]) -> PackedWeight:
         A weight in NumPy.
 
     Raises:
-        ValueError: there are none, or their formats differ.
+        ValueError: there are none, or their formats differ, other than by scales that were packed as float16.
         TypeError: they are no packed weights.
     """
     if not isinstance(weights, Sequence) or not all(isinstance(w, PackedWeight) for w in weights):
         raise TypeError("weights: must be a sequence of PackedWeight")
+    if len({w.format for w in weights}) > 1:  # of bfloat16, some of whose scales float16 holds
+        weights = [in_bfloat16(w) for w in weights]
     formats = sorted({w.format for w in weights})
     if len(formats) != 1:
         raise ValueError(f"weights: must be of one format, got {formats}")

@@ -33,7 +33,7 @@ class PackedWeight:
 
     Attributes:
         data: ``[bytes]`` uint8, of any array library: header and all sections.  It can be saved, mapped and copied to a
-            device as it is; CPU and CUDA read the same bytes.
+            device as it is; CPU and CUDA read the same bytes.  ``[E, bytes]`` of :func:`pykv.gemm.stack_packed`.
         format: what it is, as text; the header holds it, too.
     """
 
@@ -54,16 +54,21 @@ class PackedWeight:
 
     @staticmethod
     def of(data: Any) -> PackedWeight:
-        """What was saved: ``PackedWeight.of(numpy.load("w.npy", mmap_mode="r"))``.
+        """What was saved: ``PackedWeight.of(numpy.load("w.npy", mmap_mode="r"))``; a stack ``[E, bytes]``, too.
 
         Raises:
-            ValueError: there is no header of this version.
+            ValueError: there is no header of this version, or those of a stack differ.
             TypeError: it is no array of bytes.
         """
-        header = bytes(checked("data", _array("data", data)[:HEADER], ["uint8"], [None]).tobytes())
-        if not header.startswith(_MAGIC):
+        array = an_array("data", data)
+        begins = array[:, :HEADER] if len(array.shape) == 2 else array[:HEADER]
+        octets = checked("data", begins, ["uint8"], (None,) * min(2, len(array.shape)))
+        headers = [row.tobytes() for row in octets.reshape(-1, octets.shape[-1])]
+        if not headers or len(headers[0]) < HEADER or not headers[0].startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
-        text = header[len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
+        if any(header[:_TABLE_AT] != headers[0][:_TABLE_AT] for header in headers):
+            raise ValueError("data: weights of a stack must have one format")
+        text = headers[0][len(_MAGIC) : _TABLE_AT].rstrip(b"\0")
         if not text.isascii() or not text.decode().isprintable():
             raise ValueError(f"data: its header names no format, but {text!r}")
         return PackedWeight(data, text.decode())
@@ -246,7 +251,7 @@ def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | 
         TypeError: it is no array, or has another dtype.
         ValueError: it has another shape.
     """
-    array = _array(name, array)
+    array = an_array(name, array)
     given = spec_of(array)
     if given.dtype not in dtypes:
         others, last = ", ".join(dtypes[:-1]), dtypes[-1]
@@ -257,15 +262,45 @@ def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | 
     ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: must have shape [{wanted}], got {list(given.shape)}")
+    if getattr(array, "is_meta", False):
+        raise ValueError(f"{name}: must be on a device, got an array of torch on meta")
     return host(array)
 
 
-def _array(name: str, array: Any) -> Any:
+def an_array(name: str, array: Any) -> Any:
     if hasattr(array, "dtype") and hasattr(array, "shape"):
         return array
     if hasattr(array, "__dlpack__"):  # pykv.from_pointer
         return np.from_dlpack(array)
     raise TypeError(f"{name}: must be an array, got {type(array).__name__}")
+
+
+def in_float16(scales: Factor) -> Factor:
+    """Scales of bfloat16 as float16, for which Hopper has quicker kernels, where all are the same number in it."""
+    if scales.kind != "bf16":
+        return scales
+    numbers = scales.in_float32()
+    with np.errstate(over="ignore"):
+        halves = numbers.astype(np.float16)
+    return Factor("f16", halves) if (halves == numbers).all() else scales
+
+
+def in_bfloat16(weight: PackedWeight) -> PackedWeight:
+    """What :func:`in_float16` has done, undone; a weight whose scales bfloat16 does not hold as it is."""
+    kind, scales, _, n, _, group, padded, *_ = weight.format.split(".")
+    if scales != "f16":
+        return weight
+    rows, columns = -(-int(n[1:]) // 32) * 32, int(padded[1:])
+    at = HEADER + -(-rows * columns * _BITS[kind] // 8 // 256) * 256
+    data = np.array(host(weight.data))
+    section = data[at : at + 2 * rows * -(-columns // int(group[1:]))]
+    wide = section.view(np.float16).astype(np.float32).view(np.uint32)
+    if (wide & 0xFFFF).any():
+        return weight
+    section[:] = (wide >> 16).astype(np.uint16).view(np.uint8)
+    text = weight.format.replace(".f16.", ".bf16.", 1)
+    data[len(_MAGIC) : _TABLE_AT] = np.frombuffer(text.encode().ljust(_TABLE_AT - len(_MAGIC), b"\0"), np.uint8)
+    return PackedWeight(data, text)
 
 
 def whole(name: str, number: Any) -> int:
@@ -288,7 +323,7 @@ def integers(
     """:func:`assemble` for ``code - 2 ** (bits - 1)``, with codes moved to the middle of the bits that hold them."""
     stored = 4 if bits <= 4 else 8
     moved = codes.astype(np.uint8) + np.uint8((1 << (stored - 1)) - (1 << (bits - 1)))
-    return assemble(moved, f"u{bits}", scales, minima, group_size, **more)
+    return assemble(moved, f"u{bits}", in_float16(scales), minima, group_size, **more)
 
 
 def zero_points(zeros: Host, bits: int, scales: Factor) -> Factor | None:
@@ -308,7 +343,9 @@ def float32(name: str, values: Any) -> Host:
     """A number, or floats of any library and size."""
     if isinstance(values, (int, float)) and not isinstance(values, bool):
         return np.full(1, values, np.float32)
-    values = _array(name, values)
+    if values is None or isinstance(values, (str, bool)):
+        raise TypeError(f"{name}: must be a number or an array, got {type(values).__name__}")
+    values = an_array(name, values)
     dtype, plain = spec_of(values).dtype, host(values)
     if dtype == "bfloat16":
         return (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

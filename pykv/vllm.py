@@ -241,7 +241,7 @@ def ggml_dequantize(W: Array, quant_type: int, m: int, n: int, dtype: Any = None
 
 
 def cutlass_scaled_mm(
-    a: Any, b: Array, scale_a: Array, scale_b: Array, out_dtype: Any, bias: Array | None = None
+    a: Any, b: Array, scale_a: ScalarOrArray, scale_b: ScalarOrArray, out_dtype: Any, bias: Array | None = None
 ) -> Any:
     """:func:`pykv.cutlass_scaled_mm`; returns ``[..., n]`` of ``out_dtype``.  Any ``k`` and ``n`` will do."""
     out, rows = _product(a, b, out_dtype)
@@ -252,8 +252,8 @@ def cutlass_scaled_mm(
 def cutlass_scaled_mm_azp(
     a: Any,
     b: Array,
-    scale_a: Array,
-    scale_b: Array,
+    scale_a: ScalarOrArray,
+    scale_b: ScalarOrArray,
     out_dtype: Any,
     azp_adj: Array,
     azp: Array | None = None,

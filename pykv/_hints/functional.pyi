@@ -31,8 +31,8 @@ def cutlass_scaled_fp4_mm(
 def cutlass_scaled_mm(
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     bias: Array | None = None,
     *,
     out: Array | None = None,
@@ -41,8 +41,8 @@ def cutlass_scaled_mm(
 def cutlass_scaled_mm_azp(
     a: Array,
     b: Array,
-    a_scales: Array,
-    b_scales: Array,
+    a_scales: ScalarOrArray,
+    b_scales: ScalarOrArray,
     azp_adj: Array,
     azp: Array | None = None,
     bias: Array | None = None,
@@ -193,7 +193,7 @@ def gptq_dequantize(
 def grouped_scaled_mm(
     a: Array,
     b: Array,
-    a_scales: Array,
+    a_scales: ScalarOrArray,
     b_scales: Array,
     row_groups: Array | None = None,
     group_begins: Array | None = None,

@@ -134,8 +134,8 @@ def cutlass_scaled_fp4_mm(
 def cutlass_scaled_mm(
     a: ArrayLike,
     b: ArrayLike,
-    a_scales: ArrayLike,
-    b_scales: ArrayLike,
+    a_scales: float | ArrayLike,
+    b_scales: float | ArrayLike,
     bias: ArrayLike | None = None,
     *,
     out: ArrayLike | None = None,
@@ -143,8 +143,8 @@ def cutlass_scaled_mm(
 def cutlass_scaled_mm_azp(
     a: ArrayLike,
     b: ArrayLike,
-    a_scales: ArrayLike,
-    b_scales: ArrayLike,
+    a_scales: float | ArrayLike,
+    b_scales: float | ArrayLike,
     azp_adj: ArrayLike,
     azp: ArrayLike | None = None,
     bias: ArrayLike | None = None,
@@ -467,7 +467,7 @@ def gptq_dequantize(
 def grouped_scaled_mm(
     a: ArrayLike,
     b: ArrayLike,
-    a_scales: ArrayLike,
+    a_scales: float | ArrayLike,
     b_scales: ArrayLike,
     row_groups: ArrayLike | None = None,
     group_begins: ArrayLike | None = None,

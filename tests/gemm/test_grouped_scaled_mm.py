@@ -301,3 +301,15 @@ def test_what_does_not_fit_is_named(array, change, message):
     }
     with pytest.raises(ValueError, match=message):
         pykv.grouped_scaled_mm(**made)
+
+
+@codes
+def test_the_scale_of_all_rows_may_be_a_number_on_the_host(array, codes):
+    n, k, m = 72, 160, 30
+    a, b, (_, of_b) = matrix((m, k), codes), weights(2, n, k, codes), scales_of((m,), 2, n, k, "channels")
+    begins = np.array([0, 12, m], np.int32)
+    made = array.output(np.zeros((m, n), BF16))
+    rest = array.input(a), array.input(b), 0.01234, array.input(of_b)
+    pykv.grouped_scaled_mm(made, *rest, group_begins=array.input(begins))
+    wanted = multiply(array, a, b, np.full(1, 0.01234, np.float32), of_b, begins=begins)
+    np.testing.assert_array_equal(array.numpy(made).view(np.uint16), wanted.view(np.uint16))

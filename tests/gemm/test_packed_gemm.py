@@ -100,6 +100,24 @@ def test_a_row_has_the_same_bits_among_any_others(array, dtype, make):
 
 
 @dtypes
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_row_of_each_source_is_its_own(array, dtype, source):
+    """Its bits are those that it has among any others, and its NaN is in no other row."""
+    w, decoded = SOURCES[source]()
+    x = random((150, decoded.shape[1]), dtype)
+    whole = multiply(array, w, x).view("u2")
+    for first, rows in ((0, 1), (5, 4), (20, 14), (40, 30), (60, 70)):
+        np.testing.assert_array_equal(
+            multiply(array, w, x[first : first + rows]).view("u2"), whole[first : first + rows]
+        )
+    x[7, 3] = np.nan
+    for rows in (8, 150):
+        out = multiply(array, w, x[:rows])
+        assert np.isnan(out[7].astype(np.float32)).all()
+        np.testing.assert_array_equal(np.delete(out, 7, 0).view("u2"), np.delete(whole[:rows], 7, 0))
+
+
+@dtypes
 @pytest.mark.parametrize("source", LARGE)
 def test_many_rows(array, dtype, source):
     """So many that all tiles of a GPU come up: the bits of a row are those that it has among fewer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from pykv.gemm import (
     PackedWeight,
     interleave_halves,
     pack_awq,
+    pack_compressed_tensors,
     pack_fp8,
     pack_gguf,
     pack_gptq,
@@ -93,6 +95,7 @@ def test_what_is_given_below_would_do(pack: Callable[..., PackedWeight]) -> None
         (pack_fp8, "weight", CODES.astype(np.float32), TypeError, "dtype must be float8_e4m3fn or uint8, got float32"),
         (pack_fp8, "weight", CODES.view(ml_dtypes.float8_e5m2), TypeError, "uint8, got float8_e5m2"),
         (pack_fp8, "scale", np.ones(N + 1, np.float32), ValueError, r"must have one element or 16, got shape \[17\]"),
+        (pack_fp8, "scale", None, TypeError, "must be a number or an array, got NoneType"),
         (pack_fp8, "scale", np.ones(N, int), TypeError, "dtype must be float32, float16 or bfloat16, got int64"),
         (pack_fp8, "block", (0, 128), ValueError, r"must be positive, got \(0, 128\)"),
         (pack_fp8, "block", 128, ValueError, "must be two integers, got 128"),
@@ -116,6 +119,16 @@ def test_what_would_be_read_as_something_else_is_refused(
         pack(**GIVEN[pack] | {name: value})
 
 
+def test_what_may_be_transposed_is_named_beside_the_other() -> None:
+    wrong = GIVEN[pack_awq] | {"qweight": WORDS.T.copy()}
+    with pytest.raises(
+        ValueError, match=r"scales: must have shape \[any, 512\], got \[2, 16\] beside qweight \[2, 64\]"
+    ):
+        pack_awq(**wrong)
+    with pytest.raises(ValueError, match="shape: must be two integers, got None"):
+        pack_compressed_tensors(np.ones((N, 8), np.int32), np.ones((N, 1), np.float16), shape=None)  # type: ignore[arg-type]
+
+
 def test_groups_that_rows_name_need_not_be_equal() -> None:
     uneven = GIVEN[pack_gptq] | {"scales": np.ones((5, N), np.float16), "qzeros": None, "g_idx": np.arange(K) // 14}
     assert pack_gptq(**uneven).shape == (N, K)
@@ -134,10 +147,59 @@ def test_weights_without_columns(rows: int) -> None:
     assert pack_awq(words[:, : rows // 8], words[:, : rows // 8], none).shape == (rows, 0)
 
 
+@pytest.mark.parametrize("pack", [pack_integers, pack_awq, pack_gptq])
+def test_scales_of_bfloat16_that_float16_holds_are_packed_as_such(pack: Callable[..., PackedWeight]) -> None:
+    given = GIVEN[pack]
+    halves = np.ldexp(1.0 + np.arange(2 * N) % 128 / 128, -17 + np.arange(2 * N)).astype(np.float16)
+    halves = np.where(np.isfinite(halves), halves, np.float16(0)).reshape(given["scales"].shape)
+    numbers = halves.astype(ml_dtypes.bfloat16)
+    assert (numbers.astype(np.float32) == halves).all()
+    w = pack(**given | {"scales": numbers})
+    assert w.format.split(".")[1] == "f16"
+    assert (w.data == pack(**given | {"scales": halves}).data).all()
+    for other in (2.0**-18 * 1.0078125, 2.0**16, np.nan):  # one bit too small, too large, no number
+        numbers.flat[1] = other
+        assert pack(**given | {"scales": numbers}).format.split(".")[1] == "bf16"
+
+
+def test_experts_whose_scales_float16_holds_stand_beside_others() -> None:
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 16, (3, N, K), np.uint8), np.ones((3, N, 2), ml_dtypes.bfloat16)
+    scales[1, 3, 1] = 2.0**-30
+    weights = [pack_integers(q, s, group_size=32) for q, s in zip(codes, scales, strict=True)]
+    assert [w.format.split(".")[1] for w in weights] == ["f16", "bf16", "f16"]
+    stack = stack_packed(weights)
+    assert stack.format == weights[1].format
+    x = rng.standard_normal((2, K)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    for e in range(3):
+        assert PackedWeight.of(stack.data[e]).format == stack.format
+        outs = np.empty((2, 2, N), x.dtype)
+        pykv.packed_gemm(outs[0], x, stack.data[e], stack.format)
+        pykv.packed_gemm(outs[1], x, weights[e].data, weights[e].format)
+        assert (outs[0] == outs[1]).all()
+    narrow = pack_integers(codes[0], np.full((N, 2), 1.0009765625, np.float16), group_size=32)
+    with pytest.raises(ValueError, match="weights: must be of one format"):
+        stack_packed([narrow, weights[1]])
+
+
 def test_memory_that_another_library_owns_is_packed_as_an_array_is() -> None:
     weight = GIVEN[pack_gguf]["weight"]
     borrowed = pykv.from_pointer(weight.ctypes.data, weight.shape, "uint8", device="cpu", owner=weight)
     assert (pack_gguf(borrowed, 2).data == pack_gguf(weight, 2).data).all()
+
+
+def test_a_stack_can_be_saved(tmp_path: Path) -> None:
+    w = pack_gguf(**GIVEN[pack_gguf])
+    stack = stack_packed([w, w])
+    np.save(tmp_path / "w.npy", stack.data)
+    again = PackedWeight.of(np.load(tmp_path / "w.npy", mmap_mode="r"))
+    assert (again.format, again.data.shape) == (w.format, stack.data.shape)
+    other = pack_fp8(**GIVEN[pack_fp8]).data
+    mixed = np.stack([w.data, np.resize(other, w.data.shape)])
+    with pytest.raises(ValueError, match="data: weights of a stack must have one format"):
+        PackedWeight.of(mixed)
+    with pytest.raises(ValueError, match="data: does not begin with the header"):
+        PackedWeight.of(stack.data[:0])
 
 
 def test_stacks_and_halves_want_packed_weights() -> None:
@@ -148,6 +210,11 @@ def test_stacks_and_halves_want_packed_weights() -> None:
         interleave_halves(w.data)
     with pytest.raises(ValueError, match=r"weight.data: must have shape \[any\], got \[2, "):
         interleave_halves(stack_packed([w, w]))
-    for data, error in ((w.data.view(np.int8), TypeError), (w.data[None], ValueError), ([1], TypeError)):
+    for data, error in (
+        (w.data.view(np.int8), TypeError),
+        (w.data[None, None], ValueError),
+        (w.data[:200], ValueError),
+        ([1], TypeError),
+    ):
         with pytest.raises(error, match="data: "):
             PackedWeight.of(data)

@@ -144,12 +144,15 @@ def test_a_row_has_the_same_bits_among_any_others(array, codes, blocks, n, m):
         np.testing.assert_array_equal(some.view(np.uint16), whole[part].view(np.uint16))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(200, 328, 8336), (2050, 1672, 4240), (8200, 1000, 4240), (8200, 1000, 272)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(200, 328, 8336), (2050, 1672, 4240), (8200, 1000, 4240), (8200, 1000, 272), (200, 8600, 400), (139, 8632, 400)],
+)
 @pytest.mark.parametrize("dtype", [np.dtype(np.float16), BF16], ids=name_of)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("padding", [0, 16])
 def test_many_rows_have_the_bits_of_float32(array, m, n, k, dtype, blocks, padding):
-    """On an H200 tiles of 64, 128 and 256 rows, which the copy engine writes but not of float32."""
+    """On an H200 tiles of 64, 128 and 256 rows and of 112 columns, which the copy engine writes but not of float32."""
     if array.device != "cuda":
         m, n, k = m // 20, n // 10, k // 16
     elif array.module == "jax":
@@ -389,3 +392,39 @@ def test_zero_points_do_not_fit_blocks(array):
     scales = [array.input(positive(3, 2)), array.input(positive(2, 1))]
     with pytest.raises(ValueError, match="a_scales: must be one, or one for each row"):
         pykv.cutlass_scaled_mm_azp(*made, *scales, array.input(np.zeros(40, np.int32)))
+
+
+@codes
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_scale_may_be_a_number_on_the_host(array, codes, rows):
+    a, b, of_rows, of_columns = (
+        matrix((rows, 272), codes),
+        column_major((272, 144), codes),
+        positive(rows),
+        positive(144),
+    )
+    number, one = 0.01234, np.full(1, 0.01234, np.float32)
+    inputs, arrays = [array.input(x) for x in (a, b)], [array.input(x) for x in (of_rows, of_columns)]
+    for scales, wanted in (
+        ((number, number), (one, one)),
+        ((number, arrays[1]), (one, of_columns)),
+        ((arrays[0], number), (of_rows, one)),
+    ):
+        made = array.output(np.zeros((rows, 144), BF16))
+        pykv.cutlass_scaled_mm(made, *inputs, *scales)
+        expected = multiply(array, a, b, *wanted)
+        np.testing.assert_array_equal(array.numpy(made).view(np.uint16), expected.view(np.uint16))
+    if codes == INT8:
+        sums = b.astype(np.int32).sum(0, dtype=np.int32)
+        made = array.output(np.zeros((rows, 144), BF16))
+        pykv.cutlass_scaled_mm_azp(made, *inputs, number, number, array.input(sums))
+        expected = multiply(array, a, b, one, one, azp_adj=sums)
+        np.testing.assert_array_equal(array.numpy(made).view(np.uint16), expected.view(np.uint16))
+
+
+def test_a_number_is_no_scale_of_blocks(array):
+    made = [array.output(np.zeros(s, t)) for s, t in (((3, 40), np.float16), ((3, 256), np.int8), ((256, 40), np.int8))]
+    with pytest.raises(ValueError, match="b_scales: must have 1 or n = 40 elements, or both scales be those of blocks"):
+        pykv.cutlass_scaled_mm(*made, 0.5, array.input(positive(2, 1)))
+    with pytest.raises(ValueError, match="a_scales: must be a number, got nan"):
+        pykv.cutlass_scaled_mm(*made, float("nan"), 1.0)

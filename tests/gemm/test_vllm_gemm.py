@@ -61,6 +61,18 @@ def test_gptq_gemm(bits: int, v2: bool) -> None:
     close(ops.gptq_gemm(x, plain, z, s, True, v2, bits), x, (codes - zeros[group]) * s.astype(np.float64)[group])
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("words_of_codes", [1, 2, 5])
+def test_gptq_shuffle_of_few_rows(bits: int, words_of_codes: int) -> None:
+    rng, rows = np.random.default_rng(0), words_of_codes * (3 if bits == 3 else 1)
+    q, s = words(rng, rows, N), scales_of(rng, (1, N))
+    z, k = words(rng, 1, N * bits // 32), rows * 32 // bits
+    zeros = reference.stream(np.ascontiguousarray(z.T), bits).T.astype(np.int64) + 1
+    x, decoded = random((3, k), F16), (reference.stream(q, bits).astype(np.int64) - zeros) * s.astype(np.float64)
+    ops.gptq_shuffle(q, bits)
+    close(ops.gptq_gemm(x, q, z, s, True, False, bits), x, decoded)
+
+
 def test_gptq_shuffle_puts_even_codes_into_the_lower_half() -> None:
     """Of 3 bits, five even and five odd ones in each word, besides a bit of each of the last two."""
     codes = np.arange(8)[:, None]
@@ -385,6 +397,24 @@ def test_ggml(quant_type: int) -> None:
         close(op(blocks, x, quant_type, len(blocks)), x, decoded.T)
 
 
+def test_ggml_of_float32(array) -> None:
+    """In the range of float32: activations become bfloat16, and so does the product."""
+    if array.name in ("interface", "jax"):
+        pytest.skip("the functions of vLLM allocate what they return, like what they are given")
+    blocks, decoded = gguf_blocks(12)
+    x = (random((3, decoded.shape[1]), np.dtype(np.float32)) * np.float32(1e6)).astype(np.float32)
+    out = array.numpy(ops.ggml_mul_mat_a8(array.input(blocks), array.input(x), 12, len(blocks)))
+    assert out.dtype == np.float32
+    rounded = x.astype(BF16).astype(np.float64)
+    error, size = np.abs(out - rounded @ decoded.T), np.abs(rounded) @ np.abs(decoded).T
+    assert (
+        error <= 2.0**-8 * (np.abs(rounded @ decoded.T) + (2 * size if array.device == "cuda" else 0.01 * size))
+    ).all()
+    ids = np.zeros((3, 1), np.int32)
+    of_expert = ops.ggml_moe_a8_vec(array.input(x), array.input(blocks[None]), array.input(ids), 1, 12, len(blocks), 3)
+    np.testing.assert_array_equal(array.numpy(of_expert), out)
+
+
 def test_what_is_not_there_is_refused() -> None:
     q, x = np.zeros((K // 16, N * 2), np.int32), np.zeros((1, K), F16)
     s = np.ones((4, N), F16)
@@ -439,13 +469,94 @@ def test_what_would_be_another_weight_is_refused():
     words, scales = np.ones((K // 8, N), np.int32), np.ones((4, N), np.float16)
     zeros, x = np.ones((4, N // 8), np.int32), random((3, K), F16)
     for wrong, message in (
-        ({"b_q_weight": words.astype(np.float32)}, "words of codes: dtype must be int32 or uint32, got float32"),
+        ({"b_q_weight": words.astype(np.float32)}, "b_q_weight: dtype must be int32 or uint32, got float32"),
         ({"b_gptq_scales": scales[:3].copy(), "b_gptq_qzeros": zeros[:3].copy()}, "scales: must have as many rows"),
-        ({"b_gptq_qzeros": zeros[:2].copy()}, "zero points: must have"),
+        ({"b_gptq_qzeros": zeros[:2].copy()}, r"b_gptq_qzeros: must have shape \[4, 16\], got \[2, 16\]"),
+        ({"b_gptq_qzeros": None}, "b_gptq_qzeros: must be an array, got NoneType"),
+        ({"b_gptq_scales": scales.T}, r"b_gptq_scales: must have shape \[any, 128\], got \[128, 4\]"),
+        ({"bit": 5}, "bit: must be 2, 3, 4 or 8, got 5"),
         ({"b_g_idx": np.arange(5)}, f"g_idx: must have a group for each of the {K} rows, got 5"),
-        ({"bit": 3, "b_q_weight": words[:4].copy()}, "words of codes: 4 of 32 bits hold no whole codes of 3 bits"),
-        ({"use_exllama": True, "b_g_idx": np.full(K, K)}, f"perm: must have each of the {K} rows once"),
+        ({"bit": 3, "b_q_weight": words[:4].copy()}, "b_q_weight: dimension 0 must be a multiple of 3"),
+        ({"use_exllama": True, "b_g_idx": np.full(K, K)}, f"b_g_idx: must have each of the {K} rows once"),
     ):
         right = dict(b_q_weight=words, b_gptq_qzeros=zeros, b_gptq_scales=scales, use_exllama=False, bit=4)
         with pytest.raises((TypeError, ValueError), match=message):
             ops.gptq_gemm(x, use_v2_format=False, **right | wrong)
+
+
+def test_what_would_be_another_weight_of_marlin_is_refused() -> None:
+    s, x = np.ones((4, N), F16), random((3, K), F16)
+    q = ops.gptq_marlin_repack(np.ones((K // 8, N), np.int32), K, N, 4)
+    right = dict(a=x, c=None, b_q_weight=q, b_bias=None, b_scales=s, a_scales=None, global_scale=None, b_zeros=None)
+    right |= dict(workspace=None, b_q_type="uint4b8", size_m=3, size_n=N, size_k=K)
+    assert ops.marlin_gemm(**right).shape == (3, N)
+    for wrong, message in (
+        ({"a": x.astype(np.float32)}, "a: dtype must be float16 or bfloat16, got float32"),
+        ({"a": x.astype(np.int8)}, "a: dtype must be float16 or bfloat16, got int8"),
+        ({"size_m": 4}, r"a: must have shape \[size_m, size_k\] = \[4, 256\], got \[3, 256\]"),
+        ({"b_q_weight": q.astype(np.float32)}, "dtype must be int32"),
+        ({"b_q_weight": q.T}, r"b_q_weight: must have shape \[16, 256\], got \[256, 16\]"),
+        ({"b_scales": s.T}, r"b_scales: must have shape \[any, 128\], got \[128, 4\]"),
+        ({"b_scales": None}, "b_scales: must be an array, got NoneType"),
+        ({"b_q_type": "uint4"}, "b_zeros: must be given with weights of uint4"),
+        ({"b_zeros": np.ones((4, N // 8), np.int32)}, "b_zeros: must not be given with weights of uint4b8"),
+        (
+            {"b_q_type": "uint4", "b_zeros": np.ones((2, 8), np.int32)},
+            r"b_zeros: must have shape \[4, 16\], got \[2, 8\]",
+        ),
+        ({"b_bias": s[0, :64]}, "b_bias: must have size_n = 128 elements, got 64"),
+        ({"c": np.zeros((1, N), F16)}, r"c: must be .* \[3, 128\] of float16, got \[1, 128\] of float16"),
+        ({"c": np.zeros((3, N), BF16)}, r"c: must be .* of float16, got \[3, 128\] of bfloat16"),
+        (
+            {"g_idx": np.zeros(5, np.int32), "perm": np.arange(K, dtype=np.int32)},
+            "g_idx: must have size_k = 256 elements",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.marlin_gemm(**right | wrong)
+    for wrong, message in (
+        ({"num_bits": 3}, "num_bits: must be 4 or 8, got 3"),
+        ({"b_q_weight": np.ones((K // 8, N), np.float32)}, "b_q_weight: dtype must be int32 or uint32, got float32"),
+        ({"perm": np.zeros(K, np.int32)}, f"perm: must have each of the {K} rows once"),
+    ):
+        given = dict(b_q_weight=np.ones((K // 8, N), np.int32), size_k=K, size_n=N, num_bits=4)
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.gptq_marlin_repack(**given | wrong)
+
+
+def test_what_would_be_another_weight_of_others_is_refused() -> None:
+    s, x, q = np.ones((4, N), F16), random((3, K), F16), np.ones((K // 8, N), np.int32)
+    numbers = np.ones(N, np.float32)
+    for given, message in (
+        ((x.astype(np.float32), q, "uint4b8", None, s), "a: dtype must be float16, bfloat16, int8 or float8_e4m3fn"),
+        ((x, q.astype(np.float32), "uint4b8", None, s), "b_q: dtype must be int32 or uint32, got float32"),
+        ((x, q, "uint4b8", None, s[:3]), "b_group_scales: its 3 groups must divide 256 rows of b_q"),
+        ((x, q, "uint4b8", None, s, None, 32), r"b_group_scales: must have shape \[8, 128\], got \[4, 128\]"),
+        ((x, q, "uint4b8", None, s, None, 100), "b_group_size: must be -1, or divide 256 rows of b_q, got 100"),
+        ((x, q, "uint4", None, s, s[:2]), r"b_group_zeros: must have the shape .* \[4, 128\], got \[2, 128\]"),
+        ((x, q, "uint4b8", None, s, None, None, numbers[:5]), "b_channel_scales: must have 128 elements, got 5"),
+        ((x[:, :64], q, "uint4b8", None, s), r"a: must have shape \[any, 256\], .* got \[3, 64\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.machete_mm(*given)
+    w, machine = np.ones((N, K), np.uint8), (132, 90, 1024)
+    for given, message in (
+        ((x, w.view(np.int8), s[:1], None, N, -1, *machine, False, True), "b_qweight: dtype must be uint8, got int8"),
+        ((x, w, s[:1], None, N + 1, -1, *machine, False, True), "b_qweight: must have n = 129 columns, got 128"),
+        ((x, w, s[:1, :9], None, N, -1, *machine, False, True), "b_scales: must have n = 128 columns, got 9"),
+        ((x, w, s[:1], None, N, -1, *machine, True, True), "b_qzeros: must be a number or an array, got NoneType"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.allspark_w8a16_gemm(*given)
+    with pytest.raises(TypeError, match="q_weight: dtype must be int32 or uint32, got float32"):
+        ops.gptq_shuffle(q.astype(np.float32), 4)
+    with pytest.raises(ValueError, match=f"q_perm: must have each of the {K} rows once, got 5 elements"):
+        ops.gptq_shuffle(q.copy(), 4, q_perm=np.arange(5, dtype=np.int32))
+    blocks, _ = gguf_blocks(12)
+    y = random((3, 512), F16)
+    with pytest.raises(ValueError, match=r"W: must have shape \[41, any\], got \[40, 288\]"):
+        ops.ggml_mul_mat_a8(blocks, y, 12, 41)
+    with pytest.raises(TypeError, match="X: dtype must be float16 or bfloat16, got uint8"):
+        ops.ggml_mul_mat_a8(y, blocks, 12, 40)  # the other way round
+    with pytest.raises(TypeError, match="input: dtype must be float16 or bfloat16, got float32"):
+        ops.awq_gemm(x.astype(np.float32), np.ones((K, N // 8), np.int32), s, np.ones((4, N // 8), np.int32), 8)

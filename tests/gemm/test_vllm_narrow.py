@@ -108,8 +108,10 @@ def test_w4a8_wrong_arguments(array: Library) -> None:
         ops.cutlass_w4a8_mm(a, words, octets, 128, of_channels, ones)
     with pytest.raises(ValueError, match=r"b_group_scales: must have shape .* got \[4, 48\]"):
         ops.cutlass_w4a8_mm(a, words, octets, 0, of_channels, ones)
-    with pytest.raises(TypeError, match="b_group_scales: must be float8_e4m3fn, got float32"):
+    with pytest.raises(TypeError, match="b_group_scales: dtype must be float8_e4m3fn, uint8 or int8, got float32"):
         ops.cutlass_w4a8_mm(a, words, array.input(scales.astype(np.float32)), GROUP, of_channels, ones)
+    with pytest.raises(TypeError, match="b_channel_scales: must be an array, got NoneType"):
+        ops.cutlass_w4a8_mm(a, words, octets, GROUP, None, ones)
     with pytest.raises(ValueError, match="b_group_scales: must be of 2 experts"):
         ops.cutlass_w4a8_moe_mm(
             array.output(np.zeros((1, N), BF16)), a, array.input(np.stack([w.T, w.T])), ones, ones,

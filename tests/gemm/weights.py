@@ -23,7 +23,10 @@ def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def scales_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: object = np.float16) -> np.ndarray:
-    return (rng.uniform(0.5, 1.5, shape) * 0.02).astype(dtype)
+    made = (rng.uniform(0.5, 1.5, shape) * 0.02).astype(dtype)
+    if dtype == ml_dtypes.bfloat16 and made.size:
+        made.flat[0] = 2.0**-30  # which float16 does not hold: otherwise scales would be packed as that
+    return made
 
 
 def groups_of(k: int, group_size: int) -> np.ndarray:

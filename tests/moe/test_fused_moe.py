@@ -165,6 +165,23 @@ def test_a_token_has_the_same_bits_among_any_others(array, dtype, name):
 
 
 @dtypes
+@pytest.mark.parametrize("name", ["plain", "int4 with zeros", "fp8 in blocks", "mxfp4"])
+@pytest.mark.parametrize("tokens", [2, 9, 150])
+def test_a_nan_stays_with_its_token(array, dtype, name, tokens):
+    x, (weights, ids) = normal(0, tokens, 256, dtype=dtype, size=0.1), routed(tokens, 2, 5)
+    w1, w2 = layer(dtype, 5, 256, 128)
+    formats = {}
+    if name != "plain":
+        first, second = (stacked(partial(PACKED[name], *shape), 5)[0] for shape in ((256, 256), (256, 128)))
+        w1, w2, formats = first.data, second.data, {"w1_format": first.format, "w2_format": second.format}
+    whole = run(array, x, w1, w2, weights, ids, **formats).view("u2")
+    x[1, 3] = np.nan
+    out = run(array, x, w1, w2, weights, ids, **formats)
+    assert np.isnan(out[1].astype(np.float32)).all()
+    np.testing.assert_array_equal(np.delete(out, 1, 0).view("u2"), np.delete(whole, 1, 0))
+
+
+@dtypes
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("tokens", [1, 6, 30, 100, 300])
 def test_packed(array, dtype, name, tokens):

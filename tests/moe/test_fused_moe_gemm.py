@@ -147,6 +147,24 @@ def test_wna16(array, bits, zeros, monkeypatch):
     compare(array.numpy(out).reshape(18, 48), x, decoded, ids, weights.reshape(-1))
 
 
+def test_what_would_be_other_weights_of_experts_is_refused() -> None:
+    codes, scales = np.ones((2, 32, 32), np.uint8), np.ones((2, 32, 4), np.float16)
+    zeros, x, out = np.ones((2, 16, 4), np.uint8), np.ones((3, 64), np.float16), np.zeros((3, 32), np.float16)
+    maps = (np.arange(8, dtype=np.int32), np.zeros(1, np.int32), np.full(1, 8, np.int32))
+    for given, bit, message in (
+        ((codes.view(np.int8), scales, zeros), 4, "b_qweight: dtype must be uint8, got int8"),
+        ((codes, scales[:1], zeros), 4, r"b_scales: must have shape \[2, 32, any\], got \[1, 32, 4\]"),
+        ((codes, scales[..., :3], zeros[..., :3]), 4, "b_scales: its 3 groups must divide 64 columns of b_qweight"),
+        ((codes, scales, zeros[:, :8]), 4, r"b_qzeros: must have shape \[2, 16, 4\], got \[2, 8, 4\]"),
+        ((codes, scales, zeros), 5, "bit: must be 4 or 8, got 5"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            ops.moe_wna16_gemm(x, out, *given, None, *maps, 1, 8, 64, 64, bit)
+    ids = np.zeros((3, 1), np.int32)
+    with pytest.raises(ValueError, match=r"W: must have shape \[any, 33, any\], got \[2, 32, 36\]"):
+        ops.ggml_moe_a8_vec(x, np.ones((2, 32, 36), np.uint8), ids, 1, 2, 33, 3)
+
+
 @pytest.mark.parametrize("quant_type", [2, 14, 19])
 def test_gguf(array, quant_type):
     if array.name in ("interface", "jax"):

@@ -109,6 +109,7 @@ def test_padding(array, dtype):
     for swizzled in (True, False):
         run(array, rows((7, 48), dtype), swizzled=swizzled, more=3)
         run(array, rows((130, 64), dtype), swizzled=swizzled, more=1)
+    run(array, rows((70, 1040), dtype), more=70)  # some of what is made at once has nothing but padding
 
 
 @DTYPES

@@ -104,6 +104,24 @@ def test_layouts(array, dtype, shape):
 
 
 @DTYPES
+@pytest.mark.parametrize("kind", [E4M3, INT8], ids=name_of)
+@pytest.mark.parametrize("shape", [(16, 384), (37, 6144), (2100, 2080)], ids=str)
+def test_columns(dtype, kind, shape):
+    """Of as many rows as a line of scales has, some more, and codes that go past the caches; what is behind stays."""
+    x, (count, width) = rows(shape, dtype, odd=True), shape
+    for size in (16, 32, 96, 128, 520):
+        if width % size != 0:
+            continue
+        memory = np.full((width // size, count + 3), -1, F)
+        q, s = np.zeros(shape, kind), memory[:, :count].T
+        (pykv.per_token_group_quant_int8 if kind == INT8 else pykv.per_token_group_fp8_quant)(x, q, s, size)
+        codes, scales = reference.groups(x, size, kind)
+        assert_same_bits(s, scales)
+        assert_same_bits(q, codes)
+        assert (memory[:, count:] == -1).all()
+
+
+@DTYPES
 @KINDS
 def test_leading_dimensions(array, dtype, kind):
     needs(array, kind)

@@ -57,9 +57,10 @@ def test_many_blocks(array, dtype, kind, mode):
 
 @KINDS
 def test_more_than_caches_hold(array, kind):
-    """Codes that go past the caches: whole lines, and rows that do not begin with one."""
+    """Codes that go past the caches: whole lines, and rows that do not begin with one; scales in lines of tiles."""
     run(array, rows((2100, 2048), FLOATS[2], odd=True), kind, "ocp")
     run(array, rows((2100, 2080), FLOATS[2], odd=True), kind, "ceil", offset=8)
+    run(array, rows((2100, 4224), FLOATS[2], odd=True), kind, "ceil", swizzled=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=name_of)

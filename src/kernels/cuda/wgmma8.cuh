@@ -24,6 +24,7 @@ struct Wgmma8;
 #define PYKV_SUMS_16(C) PYKV_EIGHT(C, 0)
 #define PYKV_SUMS_32(C) PYKV_SIXTEEN(C, 0)
 #define PYKV_SUMS_64(C) PYKV_SUMS_32(C), PYKV_SIXTEEN(C, 16)
+#define PYKV_SUMS_112(C) PYKV_SUMS_64(C), PYKV_SIXTEEN(C, 32), PYKV_EIGHT(C, 48)
 #define PYKV_SUMS_128(C) PYKV_SUMS_64(C), PYKV_SIXTEEN(C, 32), PYKV_SIXTEEN(C, 48)
 #define PYKV_SUMS_256(C) \
   PYKV_SUMS_128(C), PYKV_SIXTEEN(C, 64), PYKV_SIXTEEN(C, 80), PYKV_SIXTEEN(C, 96), PYKV_SIXTEEN(C, 112)
@@ -32,6 +33,10 @@ struct Wgmma8;
 #define PYKV_NAMES_64 \
   PYKV_NAMES_32       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PYKV_NAMES_112                                                               \
+  PYKV_NAMES_64                                                                      \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define PYKV_NAMES_128                                                               \
   PYKV_NAMES_64                                                                      \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -61,6 +66,7 @@ struct Wgmma8;
 PYKV_WGMMA8S(16, "%8", "%9", "%10")
 PYKV_WGMMA8S(32, "%16", "%17", "%18")
 PYKV_WGMMA8S(64, "%32", "%33", "%34")
+PYKV_WGMMA8(float, "+f", 112, "f32.e4m3.e4m3", "%56", "%57", "%58", ", 1, 1")
 PYKV_WGMMA8S(128, "%64", "%65", "%66")
 PYKV_WGMMA8S(256, "%128", "%129", "%130")
 
@@ -69,11 +75,13 @@ PYKV_WGMMA8S(256, "%128", "%129", "%130")
 #undef PYKV_NAMES_16
 #undef PYKV_NAMES_32
 #undef PYKV_NAMES_64
+#undef PYKV_NAMES_112
 #undef PYKV_NAMES_128
 #undef PYKV_NAMES_256
 #undef PYKV_SUMS_16
 #undef PYKV_SUMS_32
 #undef PYKV_SUMS_64
+#undef PYKV_SUMS_112
 #undef PYKV_SUMS_128
 #undef PYKV_SUMS_256
 #undef PYKV_SIXTEEN

@@ -51,12 +51,13 @@ class GroupedProduct {
   }
 
   void scales(const DLTensor* of_a, const DLTensor* of_b) {
-    Tensor a = call_.read("a_scales", of_a), b = call_.read("b_scales", of_b);
+    Tensor a = read_scales(call_, "a_scales", of_a, args.a_on_host), b = call_.read("b_scales", of_b);
     if (b.ndim() == 3) {
       Dim k_blocks{"blocks of k", args.blocks()},
           n_blocks{"blocks of n", (args.n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock};
       b.dtype({DType::kFloat32, DType::kUInt8}).shape(groups_, k_blocks, n_blocks);
       args.in_blocks = true;
+      if (args.a_on_host) call_.read("a_scales", of_a);  // has to be where the call is
       args.a_scales = scales_of_rows(a, apart_ ? &groups_ : nullptr, m_, args.blocks());
       args.b_scales = {b.data(), b.stride(2), b.stride(1), b.type() == DType::kUInt8, b.stride(0)};
     } else {

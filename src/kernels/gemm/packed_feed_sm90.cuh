@@ -252,7 +252,7 @@ class Preparer {
   __device__ void run(int split, Turn& turn) {
     for_stages<S>(p_, split, turn, [&](int i, const Turn& turn) {
       if (turn.stage % S::kPreparers != warp_) return;
-      constexpr int kMost = S::kFew ? 4 : 2;  // there are registers for
+      constexpr int kMost = S::kByWarpgroups ? 2 : 4;  // there are registers for
       if constexpr (S::kFolds) {
         copy_factors(i, turn);
         if (!p_.has_units) return;

@@ -1,8 +1,8 @@
 // packed_gemm on Hopper (sm_90a), for any number of tokens, rows of x.
 //
 // A block computes 128 rows of the weight times 8 to 128 tokens: y^T = w x^T, so that one token is padded to 8, and the codes,
-// decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: up to 32
-// tokens by mma.sync, which takes fewer instructions, above by wgmma, with the same bits (packed_multiplier_sm90.cuh).  One thread
+// decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: by wgmma, or of
+// up to 32 tokens, where groups are summed, by mma.sync, with the same bits (packed_multiplier_sm90.cuh).  One thread
 // fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes and x by bulk copies.  Three or seven warps make what the
 // sums of groups are multiplied by: of whatever kind scales are, the multiplying warps read floats.  They also copy rows of x that a
 // tensor map cannot describe (packed_feed_sm90.cuh).
@@ -20,8 +20,8 @@
 //
 // Columns of codes lie in the order of packed_weight.h, of x in their own: a lane takes its codes from two lanes' places.
 //
-// The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With few tokens and tiles, eight more warps of the
-// block sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added
+// The columns are cut into 2 or 4 segments, by the shape of the weight alone.  With up to 64 tokens, eight more warps of the block
+// sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added
 // in the same order: a row of out has the same bits whatever the number of rows.
 //
 // int4 with groups of 128, 8192 x 8192, on an H200: 16 tokens take 15.7 us, where a plain copy of as many bytes takes 9.8; 64 take 23,
@@ -206,15 +206,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
       named_barrier_sync(1, S::kMultipliers);  // rows and what is kept are free
     }
   } else {
-    if constexpr (!S::kFew) take_registers<200>();
+    if constexpr (!S::kFew) take_registers<S::kParts == 2 ? 104 : 200>();
     {
       Multiplier<S> multiplier(p, ring, table, tiles.shift());
       const int part = S::kParts == 1 ? split : split * S::kParts + warp / 8;
       turn.advance(part % S::kParts, p.stages);
       multiplier.run(part, turn);
-      if (S::kLastInRing || !p.keeps()) {
+      if (S::kAllInRing || S::kLastInRing || !p.keeps()) {
         named_barrier_sync(1, S::kMultipliers);  // all have done with the ring
-        multiplier.store(data);
+        multiplier.store(data + (S::kAllInRing ? part % 2 * S::kSumBytes : 0));
       }
     }
     if (p.splits > 1) {
@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     } else {
       named_barrier_sync(1, S::kMultipliers);
     }
-    write<S>(p, rows, data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split, tiles.weight);
+    write<S>(p, rows, S::kAllInRing ? data : data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split,
+             tiles.weight);
   }
   if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
@@ -270,6 +271,8 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   CUtensorMap x_map{};
   const bool gathers = map.rows || w.columns || args.x_step != 1 || w.k == 0 || !aligned(args.x, x_stride, 8) ||
                        !make_tensor_map(x_map, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kTokens});
+  if constexpr (S::kAllInRing)
+    if (gathers || segments != 2 * splits) return launch_shape<typename S::OfOnePart>(args, launch, splits);
   const bool can_have_stages =
       !S::kFolds || (S::kHasStages && w.minima_kind == MinimumKind::kNone && w.scales_kind == ScaleKind::kF16);
   CUtensorMap codes{};
@@ -324,7 +327,10 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   p.stage_bytes = (p.stage_bytes + kAlignment - 1) / kAlignment * kAlignment;
   // Sums of segments: of each that this block has, or of those so far.
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
-  const int whole = p.each < segments ? pieces * S::kSumBytes : S::kRunsOn ? 0 : S::kTokens * kRows * 4;
+  const int whole = S::kAllInRing       ? 0
+                    : p.each < segments ? pieces * S::kSumBytes
+                    : S::kRunsOn        ? 0
+                                        : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
   p.stages -= p.stages % S::kParts;
@@ -332,7 +338,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   if (tiles > INT32_MAX || row_tiles * 8 > INT32_MAX || args.num_rows > INT32_MAX - S::kTokens)
     fail(PYKV_VALUE_ERROR, "x: has too many rows: %lld", static_cast<long long>(args.num_rows));
   int bytes = kAlignment + p.stages * p.stage_bytes + whole;
-  const int for_sums = kAlignment + S::kTokens * kPitch * 4;
+  const int for_sums = kAlignment + (S::kAllInRing ? 2 : 1) * S::kSumBytes;
   if (bytes < for_sums) bytes = for_sums;
   const auto kernel = packed_gemm_sm90_kernel<S>;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "packed_gemm");
@@ -361,6 +367,8 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
     if constexpr (kTokens <= kMostFew)
       if (count < sms) return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
+    if constexpr (kTokens == 64 && Shape<T, kKind, kTokens, kMinima, 1>::kRunsOn)
+      return launch_shape<Shape<T, kKind, kTokens, kMinima, 2>>(args, launch, splits);
     launch_shape<Shape<T, kKind, kTokens, kMinima, 1>>(args, launch, splits);
   };
   constexpr bool kIsRare = kKind == CodeKind::kUint8 && kMinima == Minima::kSubtracted;

@@ -122,7 +122,8 @@ class Multiplier {
     const auto end_segment = [&] {
       if constexpr (S::kRunsOn) take_sums<kFold>();
       if (p_.keeps()) {
-        if (!S::kLastInRing || segment + 1 < (part + 1) * p_.each) keep(segment % (p_.each * S::kParts));
+        if (!S::kAllInRing && (!S::kLastInRing || segment + 1 < (part + 1) * p_.each))
+          keep(segment % (p_.each * S::kParts));
       } else if constexpr (!S::kRunsOn) {
         join(segment);
       }
@@ -131,11 +132,11 @@ class Multiplier {
     };
     while (segment_end == range.begin && segment < (part + 1) * p_.each) end_segment();  // nothing to sum
     if (range.begin == range.end) return;
-    if constexpr (S::kRunsOn && !S::kFew) {
+    if constexpr (S::kRunsOn && S::kByWarpgroups) {
       run_on<kSteps, kFold>(range, turn, segment_end, end_segment);
       return;
     }
-    if constexpr (!S::kFew) {
+    if constexpr (S::kByWarpgroups) {
       wait_full(turn);
       decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
       if constexpr (kTogether<kSteps> == 8) multiply<0, 4>(a_[0], ring_.at(turn), true);
@@ -145,7 +146,7 @@ class Multiplier {
       turn.advance(S::kParts, p_.stages);
       if (i + 1 == segment_end) end_segment();
     };
-    if constexpr (S::kFew) {
+    if constexpr (!S::kByWarpgroups) {
 #pragma unroll 1
       for (int i = range.begin; i < range.end; ++i) {
         run_stage_at_once<kSteps, kFold>(turn);
@@ -166,35 +167,33 @@ class Multiplier {
   template <int kSteps, Fold kFold, class End>
   __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
                                          const End& end_segment) {
-    wait_full(turn);
-    decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
-    multiply<0, 4>(a_[0], ring_.at(turn), true);
-    Turn before = turn;
+    const auto begin_stage = [&](bool anew) {
+      wait_full(turn);
+      decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
+      multiply<0, 4>(a_[0], ring_.at(turn), anew);
+    };
+    const auto end_stage = [&] {
+      decode<kSteps, kFold>(a_[1], ring_.at(turn), 1);
+      multiply<0, 4>(a_[1], ring_.at(turn) + S::kXBytes, false);
+    };
+    for (int i = range.begin; i < range.end;) {
+      begin_stage(true);
+      end_stage();
 #pragma unroll 1
-    for (int i = range.begin; i < range.end; ++i) {
-      const uint32_t stage = ring_.at(turn);
-      if (i > range.begin) {
+      for (++i; i < segment_end; ++i) {
+        const Turn before = turn;
+        turn.advance(S::kParts, p_.stages);
+        wgmma_wait<1>();
+        begin_stage(false);
         wgmma_wait<1>();
         release(before);
+        end_stage();
       }
-      decode<kSteps, kFold>(a_[1], stage, 1);
-      multiply<0, 4>(a_[1], stage + S::kXBytes, false);
-      before = turn;
-      turn.advance(1, p_.stages);
-      const bool ends = i + 1 == segment_end, goes_on = i + 1 < range.end;
-      if (goes_on) {
-        wgmma_wait<1>();
-        wait_full(turn);
-        decode<kSteps, kFold>(a_[0], ring_.at(turn), 0);
-      }
-      if (ends) {
-        wgmma_wait<0>();
-        end_segment();
-      }
-      if (goes_on) multiply<0, 4>(a_[0], ring_.at(turn), ends);
+      wgmma_wait<0>();
+      release(turn);
+      turn.advance(S::kParts, p_.stages);
+      end_segment();
     }
-    wgmma_wait<0>();  // they have ended; the compiler does not know
-    release(before);
   }
 
   __device__ void release(const Turn& turn) const {
@@ -252,7 +251,7 @@ class Multiplier {
   __device__ __forceinline__ void run_stage(const Turn& turn) {
     const uint32_t stage = ring_.at(turn);
     Turn next = turn;
-    next.advance(1, p_.stages);
+    next.advance(S::kParts, p_.stages);
     const uint32_t next_stage = ring_.at(next);
     if constexpr (kTogether<kSteps> == 8) {
       decode<kSteps, kFold>(a_[1], stage, 1);
@@ -286,7 +285,7 @@ class Multiplier {
 
   __device__ void wait_full(const Turn& turn) const {
     mbarrier_wait(ring_.full + turn.stage * 8, turn.parity);
-    if (!S::kFew && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
+    if (S::kByWarpgroups && p_.gathers) fence_async_proxy();  // cp.async writes like an ordinary store
   }
 
   // Codes of a unit to fragments of its four steps.
@@ -421,7 +420,7 @@ class Multiplier {
   }
 
   __device__ void add_scaled(const float2& scale) {
-    if constexpr (!S::kFew) wgmma_pin(sum_);
+    if constexpr (S::kByWarpgroups) wgmma_pin(sum_);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) total[i] = fmaf(i / 2 % 2 ? scale.y : scale.x, sum_[i], total[i]);
   }
@@ -469,13 +468,13 @@ class Multiplier {
   // Adds the sums of a segment that ran on to total.
   template <Fold kFold>
   __device__ void take_sums() {
-    if constexpr (!S::kFew) wgmma_pin(sum_);
+    if constexpr (S::kByWarpgroups) wgmma_pin(sum_);
     constexpr float kUnit = S::kFolds ? Folding<T, S::kKind, kFold>::kUnit : 0.0f;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const float sum = kUnit == 1.0f ? sum_[i] : __fmul_rn(S::kFolds ? kUnit : global_, sum_[i]);
-      total[i] = __fadd_rn(total[i], sum);
-      if constexpr (S::kFew) sum_[i] = 0.0f;
+      total[i] = S::kParts == 2 ? sum : __fadd_rn(total[i], sum);  // of two parts each keeps its segments
+      if constexpr (!S::kByWarpgroups) sum_[i] = 0.0f;
     }
   }
 

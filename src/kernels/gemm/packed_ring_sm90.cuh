@@ -17,7 +17,7 @@ constexpr int kColumns = 2 * kUnit;            // of a stage
 constexpr int kPitch = kRows + 4;              // of the sums of a token
 constexpr int kRoundedPitch = kRows * 2 + 16;  // bytes, of those of a token that are rounded
 constexpr int kMostStages = 12;
-constexpr int kMostFew = 32;  // tokens, for which mma.sync takes fewer instructions than wgmma
+constexpr int kMostFew = 32;                              // tokens, which have room for two blocks on an SM
 constexpr int kSharedOfSm = 228 << 10, kOfSystem = 1024;  // of each block
 constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and the table
 
@@ -28,8 +28,8 @@ constexpr int kAlignment = 1024, kStatic = 3072;          // barriers, rows and 
 enum class Minima { kNone, kSubtracted, kScaled, kFolded, kQ4K };
 
 // kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which
-// eight warps each multiply.  Of few tokens: two, or one and two blocks on an SM, where there are blocks for all of them, so that
-// one begins and ends while the other multiplies.
+// eight warps each multiply: two, for the more warps the sooner codes are decoded.  Of few tokens one where there are two blocks for an
+// SM, so that one begins and ends while the other multiplies; of more where sums do not run on, for registers' sake.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;
@@ -39,18 +39,23 @@ struct Shape {
   static constexpr bool kFew = kTokens <= kMostFew;
   static constexpr bool kWalks = kWalks_;
   static constexpr int kParts = kParts_, kBlocks = kFew && kParts == 1 ? 2 : 1;  // of an SM
+  // Multiplying warps read factors as they are stored.
+  static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
+  // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
+  static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
+  static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
+  // Multiplies by wgmma, not by mma.sync.
+  static constexpr bool kByWarpgroups = !kFew || (kParts == 2 && kTokens > 8 && kRunsOn);
   static constexpr int kMultipliers = 256 * kParts;
-  static constexpr int kPreparers = kTokens <= 16 && kParts == 2 ? 7 : 3;  // warps
-  // Warps that copy rows of x one by one; of few tokens, preparers do.
-  static constexpr int kGatherers = kFew ? 0 : 4;
+  static constexpr int kPreparers = kTokens <= 16 && kParts == 2 && !kByWarpgroups ? 7 : 3;  // warps
+  // Warps that copy rows of x one by one; of few tokens, preparers do; of two parts of more tokens, nobody.
+  static constexpr int kGatherers = kFew || kParts == 2 ? 0 : 4;
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
   static constexpr int kCopiers = kGatherers == 0 ? 32 : 32 * kGatherers;  // threads that copy them for a stage
   static constexpr int kXBytes = kTokens * kUnit * 2;                      // of a unit
   static constexpr int kBlockBytes = 2 * Code::kPlanes * 512;              // of 16 rows of the weight
   static constexpr int kCodesAt = 2 * kXBytes, kScalesAt = kCodesAt + kRows / 16 * kBlockBytes;
   static constexpr bool kSubtracts = kMinima == Minima::kSubtracted;
-  // Multiplying warps read factors as they are stored.
-  static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
   static constexpr bool kHasUnits = kFolds && kIsHalf<T>;
   // The warp that asks for codes copies factors; otherwise preparing warps do.
   static constexpr bool kFillsFactors = kHasUnits || kIsQ4K;
@@ -58,14 +63,12 @@ struct Shape {
                         kHasTable = kKind == CodeKind::kTable16 && !kScalesCodes;
   // Groups of whole stages have a loop of their own.
   static constexpr bool kHasStages = kMinima == Minima::kFolded && kKind == CodeKind::kUint4 && !kIsHalf<T>;
-  // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
-  static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
-  static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
-  // room beside it.
-  static constexpr bool kLastInRing = kTokens > 64;
+  // room beside it.  Those of both parts of 64 tokens, which have one segment each, lie there, too: that leaves room for more stages.
+  static constexpr bool kLastInRing = kTokens > 64, kAllInRing = kTokens == 64 && kParts == 2;
   static constexpr int kSumBytes = kTokens * kPitch * 4;
+  using OfOnePart = Shape<T, kKind_, kTokens_, kMinima, 1>;
 
   // shift: bytes from w to the one that is meant
   __device__ static EntriesOf<T, kKind> entries(const PackedWeight& w, int64_t shift) {

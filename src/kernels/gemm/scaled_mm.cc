@@ -53,7 +53,8 @@ class Product {
   }
 
   void scales(const DLTensor* of_a, const DLTensor* of_b) {
-    Tensor a = call_.read("a_scales", of_a), b = call_.read("b_scales", of_b);
+    Tensor a = read_scales(call_, "a_scales", of_a, args.a_on_host),
+           b = read_scales(call_, "b_scales", of_b, args.b_on_host);
     // Few rows, columns or blocks may have scales of blocks that look like those of rows; exponents are always of blocks.
     const auto are_exponents = [](const Tensor& t) {
       return t.ndim() == 2 && (t.type() == DType::kUInt8 || t.type() == DType::kInt32);
@@ -75,6 +76,9 @@ class Product {
                 of_rows ? "num_rows" : "n", of_rows ? int64_t{m} : int64_t{n},
                 (of_rows ? a : b).shape_string().c_str());
     }
+    // Those of blocks have to be where the call is.
+    if (args.a_on_host) call_.read("a_scales", of_a);
+    if (args.b_on_host) call_.read("b_scales", of_b);
     Dim k_blocks{"blocks of k", args.blocks()},
         n_blocks{"blocks of n", (n + ScaledMmArgs::kBlock - 1) / ScaledMmArgs::kBlock};
     b.dtype({DType::kFloat32, DType::kUInt8}).shape(k_blocks, n_blocks);
@@ -120,6 +124,14 @@ class Product {
 };
 
 }  // namespace
+
+Tensor read_scales(Call& call, const char* name, const DLTensor* given, bool& on_host) {
+  const Tensor t = call.anywhere(name, given);
+  on_host = call.on_cuda() && t.device().device_type == kDLCPU && t.numel() == 1 && t.type() == DType::kFloat32;
+  if (!on_host) return call.read(name, given);
+  check_number(t);
+  return t;
+}
 
 MmScales scales_of_rows(Tensor& given, Dim* groups, Dim& rows, int64_t blocks) {
   const bool in_words = given.dtype({DType::kFloat32, DType::kUInt8, DType::kInt32}).type() == DType::kInt32;

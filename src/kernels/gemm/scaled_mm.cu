@@ -4,6 +4,7 @@
 // added block of 128 by block, whatever the tile is.
 #include "cuda/dependent_shared.cuh"
 #include "cuda/mma8.cuh"
+#include "cuda/workspace.cuh"
 #include "gemm/scaled_mm_tile.cuh"
 
 namespace pykv {
@@ -180,10 +181,35 @@ void launch_sum(const ScaledMmArgs& args, const Launch& launch) {
   launch_shape<Shape<Sum, 2, 4, 4, 4, 3>>(args, launch);
 }
 
+__global__ void put_scales_kernel(float* to, float of_rows, float of_columns) {
+  begin_dependent();
+  to[0] = of_rows;
+  to[1] = of_columns;
+}
+
+// Scales that lie on the host go to memory first: no product waits for which it is.
+void launch_from_host(ScaledMmArgs args, const Launch& launch) {
+  with_workspace(nullptr, 2 * sizeof(float), launch, "scaled_mm: scales", [&](void* memory) {
+    auto* const to = static_cast<float*>(memory);
+    float numbers[2] = {};
+    const auto move = [&](MmScales& s, bool& on_host, int i) {
+      if (!on_host) return;
+      numbers[i] = *static_cast<const float*>(s.data);
+      s.data = to + i;
+      on_host = false;
+    };
+    move(args.a_scales, args.a_on_host, 0);
+    move(args.b_scales, args.b_on_host, 1);
+    launch_dependent(put_scales_kernel, dim3(1), dim3(1), launch, "scaled_mm", to, numbers[0], numbers[1]);
+    scaled_mm_cuda(args, launch);
+  });
+}
+
 }  // namespace
 }  // namespace scaled_mm
 
 void scaled_mm_cuda(const ScaledMmArgs& args, const Launch& launch) {
+  if (args.a_on_host || args.b_on_host) return scaled_mm::launch_from_host(args, launch);
   if (scaled_mm::launch_sm90(args, launch)) return;
   if (args.is_int8) return scaled_mm::launch_sum<int32_t>(args, launch);
   scaled_mm::launch_sum<float>(args, launch);

@@ -8,9 +8,11 @@
 #include "core/args.h"
 #include "cpu/isa.h"
 #include "gemm/row_groups.h"
+#include "pykv/base.h"
 
 namespace pykv {
 
+class Call;
 class Dim;
 class Tensor;
 
@@ -34,6 +36,9 @@ struct MmScales {
   }
 };
 
+// Scales, on the device of the call; one alone may be on the host, which on_host says if the call is on CUDA.
+Tensor read_scales(Call& call, const char* name, const DLTensor* given, bool& on_host);
+
 // Of blocks of rows of a, checked: [rows, blocks of k] floats or bytes, or words of four bytes; of groups' own matrices with them before.
 MmScales scales_of_rows(Tensor& given, Dim* groups, Dim& rows, int64_t blocks);
 
@@ -43,9 +48,10 @@ struct ScaledMmArgs {
   bool is_int8;
   bool in_blocks;  // scales are those of blocks of k
   DType out_dtype;
-  const uint8_t* a;  // [m, k]
-  const uint8_t* b;  // [k, n]
-  void* out;         // [m, n]
+  bool a_on_host, b_on_host;  // on CUDA: the one scale of all is a number on the host
+  const uint8_t* a;           // [m, k]
+  const uint8_t* b;           // [k, n]
+  void* out;                  // [m, n]
   int64_t m, n, k;
   int64_t a_stride, out_stride;  // of rows
   int64_t a_along_k = 1;

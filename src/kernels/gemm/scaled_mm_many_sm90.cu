@@ -21,21 +21,27 @@ namespace pykv {
 namespace scaled_mm {
 namespace {
 
-// A team of kGroups warpgroups, each of kParts times 64 rows, and 128 columns.  With one part the next block of k is multiplied while
+// A team of kGroups warpgroups, each of kParts times 64 rows, and kColumns columns.  With one part the next block of k is multiplied while
 // one is added.  With two there are no registers for that, and the other warpgroup multiplies; so it does with scales of blocks, where
 // that is faster.
 // kStrided: scales of rows may lie anywhere, and warps of their own bring all scales.
 // kGrouped: rows are in groups, each of which has a weight; a block has two teams.
-template <int kGroups_, int kParts_, int kStages_, int kPieces_, bool kStrided_, bool kGrouped_ = false>
+template <int kGroups_, int kParts_, int kStages_, int kPieces_, bool kStrided_, bool kGrouped_ = false,
+          int kColumns_ = 128>
 struct ManyShape {
   static constexpr bool kStrided = kStrided_, kGrouped = kGrouped_;
   static constexpr int kGroups = kGroups_, kParts = kParts_, kStages = kStages_, kTeams = kGrouped ? 2 : 1;
-  static constexpr int kRows = 64 * kGroups * kParts, kColumns = 128;
-  static constexpr int kWarps = 4 * kGroups * kTeams;  // that multiply
+  static constexpr int kRows = 64 * kGroups * kParts, kColumns = kColumns_;
+  static constexpr bool kOfBlocks = kColumns == ScaledMmArgs::kBlock;  // scales may be those of blocks
+  static constexpr int kWarps = 4 * kGroups * kTeams;                  // that multiply
   static constexpr int kThreads = 32 * kWarps + 128;
-  static constexpr int kPieces = kPieces_, kPiece = kColumns / kPieces;  // columns that a warp writes at once
-  // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes.
-  static constexpr int kScales = kStrided ? kRows + 4 : kRows;
+  // Columns that a warp writes at once, and how many of them the last box of 64 has.
+  static constexpr int kPieces = kPieces_, kPiece = (kColumns + 63) / 64 * 64 / kPieces,
+                       kLastBox = (kColumns - 1) % 64 + 1;
+  // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes,
+  // and comes from multiples of 16: where a group may begin at any row, so many come that the tile's are among them.
+  static constexpr int kScaleBox = kGrouped ? kRows + 4 : kRows;
+  static constexpr int kScales = !kOfBlocks ? 0 : kStrided ? kRows + 4 : (kScaleBox + 31) / 32 * 32;
   // In shared memory.
   static constexpr uint32_t kRowBytes = kRows * kLine, kColumnBytes = kColumns * kLine, kWarpBytes = 16 * kPiece * 2;
   static constexpr uint32_t kColumnsAt = kStages * kRowBytes, kStagingAt = kColumnsAt + kStages * kColumnBytes;
@@ -45,7 +51,7 @@ struct ManyShape {
   static constexpr uint32_t kTeamBytes = (kEmptyAt + kStages * 8 + 1023) / 1024 * 1024;
   static constexpr uint32_t kBytes = kTeams * kTeamBytes;  // and those of count_tiles()
   static_assert(kBytes + (kGrouped ? (RowGroups::kMost + 1) * 4 : 0) <= 227 << 10 && kPiece % 64 == 0 &&
-                !(kStrided && kGrouped));
+                !(kStrided && kGrouped) && (kOfBlocks || kPiece == 64));
 };
 
 struct ManyOperands {
@@ -53,8 +59,10 @@ struct ManyOperands {
   Problem p;
   int m, n, blocks;
   bool in_blocks, is_bfloat16;
-  uint32_t row_bytes, band;                            // of groups: of a's in a stage; see for_tiles()
+  int lines;                                           // rows of a tile that are there
+  uint32_t band;                                       // of groups: see for_tiles()
   int rows_each, columns_each, out_each, scales_each;  // lines of the maps from a group to the next
+  CUtensorMap out_last;                                // boxes of kLastBox columns
 };
 
 // Rows [row, end_row) of out, of a group's matrix if groups are apart.
@@ -106,7 +114,8 @@ __device__ void for_tiles(const ManyOperands& o, const int32_t* before, int team
     const uint32_t band = index / (most * column_tiles), within = index - band * most * column_tiles;
     const uint32_t height = min(most, row_tiles - band * most);
     const int row_tile = static_cast<int>(band * most + within % height);
-    ManyTile t{row_tile * S::kRows, o.m, static_cast<int>(within / height * S::kColumns), 0};
+    const int row = row_tile * (S::kGrouped ? S::kRows : o.lines);
+    ManyTile t{row, S::kGrouped ? o.m : min(o.m, row + o.lines), static_cast<int>(within / height * S::kColumns), 0};
     if constexpr (S::kGrouped)
       if (!find_rows<S, kWarp>(o, before, row_tile, t)) continue;
     f(t);
@@ -116,9 +125,8 @@ __device__ void for_tiles(const ManyOperands& o, const int32_t* before, int team
 template <class S>
 __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* before, int team) {
   StraightTurn<S::kStages> turn;
-  const bool with_scales = !S::kStrided && o.in_blocks;
-  const uint32_t bytes =
-      (S::kGrouped ? o.row_bytes : S::kRowBytes) + S::kColumnBytes + (with_scales ? S::kRows * 4 : 0);
+  const bool with_scales = S::kOfBlocks && !S::kStrided && o.in_blocks;
+  const uint32_t bytes = o.lines * kLine + S::kColumnBytes + (with_scales ? S::kScaleBox * 4 : 0);
   for_tiles<S, false>(o, before, team, [&](const ManyTile& t) {
     const int row = t.row + t.group * o.rows_each, column = t.column + t.group * o.columns_each;
     const int scales = t.group * o.scales_each;
@@ -130,7 +138,7 @@ __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* befo
       copy_box(shared + turn.stage * S::kRowBytes, o.rows, {block * kLine, row}, full);
       copy_box(shared + S::kColumnsAt + turn.stage * S::kColumnBytes, o.columns, {block * kLine, column}, full);
       if (with_scales)
-        copy_box(shared + S::kScalesAt + turn.stage * S::kScales * 4, o.row_scales, {t.row, scales + block}, full);
+        copy_box(shared + S::kScalesAt + turn.stage * S::kScales * 4, o.row_scales, {t.row & ~3, scales + block}, full);
     }
   });
 }
@@ -173,9 +181,10 @@ struct ManyMultiplier {
   float total[S::kParts][kSums];
   // Scales of the tile's columns.  Those of blocks: a lane has every 32nd block's, and the one 32 blocks further on.  Others: it has
   // every 32nd column's.
-  float of_columns[S::kColumns / 32];
+  float of_columns[(S::kColumns + 31) / 32];
   float row_factors[2];  // of its rows, if not of blocks
   uint32_t written;      // in groups: a bit for each of the warp's rows
+  uint32_t skipped;      // bytes of scales of rows before the tile's
 
   // A block of k that has been given to the matrix units.
   struct Pending {
@@ -196,9 +205,9 @@ struct ManyMultiplier {
     const uint32_t stage = turn.stage;
     if constexpr (kPart == 0) wait_for(shared + S::kFullAt + stage * 8, turn.parity);
     float of_rows[2] = {1.0f, 1.0f}, of_column = 1.0f;
-    if (o.in_blocks) {
+    if (S::kOfBlocks && o.in_blocks) {
       const uint32_t scales = shared + S::kScalesAt + stage * S::kScales * 4;
-      const uint32_t mine = scales + (kPart * S::kGroups * 64 + warp * 16 + lane / 4) * 4;
+      const uint32_t mine = scales + (kPart * S::kGroups * 64 + warp * 16 + lane / 4) * 4 + skipped;
       if constexpr (S::kStrided) of_column = load_shared_float(scales + S::kRows * 4);
       of_rows[0] = load_shared_float(mine);
       of_rows[1] = load_shared_float(mine + 32);
@@ -221,7 +230,7 @@ struct ManyMultiplier {
   template <int kPart, int kLater>
   __device__ void end(float (&sum)[kSums], Pending& pending, const ManyTile& t, int block) {
     constexpr bool kLast = kPart == S::kParts - 1;
-    if constexpr (!S::kStrided) {
+    if constexpr (S::kOfBlocks && !S::kStrided) {
       if (o.in_blocks) {
         const float of_column = __shfl_sync(~0u, of_columns[0], block % 32);
         pending.scale[0] *= of_column;
@@ -299,7 +308,7 @@ struct ManyMultiplier {
     for (int i = 0; i < 2; ++i) row_factors[i] = __ldg(row_factor(t, part * S::kGroups * 64 + 8 * i + lane / 4));
     if (part > 0) return;
 #pragma unroll
-    for (int i = 0; i < S::kColumns / 32; ++i) of_columns[i] = __ldg(column_factor(t, 32 * i + lane));
+    for (int i = 0; i < (S::kColumns + 31) / 32; ++i) of_columns[i] = __ldg(column_factor(t, 32 * i + lane));
   }
   __device__ void prefetch_factors(const ManyTile& t) const {
     prefetch(row_factor(t, lane / 16 * S::kGroups * 64 + lane % 16));
@@ -336,13 +345,14 @@ struct ManyMultiplier {
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       const int row = t.row + part * S::kGroups * 64 + warp * 16;
+      if (!S::kGrouped && row >= t.end_row) continue;
 #pragma unroll
       for (int piece = 0; piece < S::kPieces; ++piece) {
         const int column = t.column + piece * S::kPiece;
         if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         __syncwarp();
 #pragma unroll
-        for (int eight = 0; eight < S::kPiece / 8; eight += 2) {
+        for (int eight = 0; eight < S::kPiece / 8 && piece * S::kPiece + eight * 8 < S::kColumns; eight += 2) {
           uint32_t x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -359,7 +369,9 @@ struct ManyMultiplier {
         } else {
           fence_async_proxy();
           __syncwarp();
-          if (lane == 0) store_boxes(row + (S::kGrouped ? t.group * o.out_each : 0), column, staging);
+          const bool is_last = S::kLastBox < 64 && piece == S::kPieces - 1;
+          if (lane == 0)
+            store_boxes(is_last ? o.out_last : o.out, row + (S::kGrouped ? t.group * o.out_each : 0), column, staging);
         }
         __syncwarp();
       }
@@ -367,11 +379,11 @@ struct ManyMultiplier {
   }
 
   // By the copy engine, which leaves out what is outside.
-  __device__ void store_boxes(int row, int column, uint32_t staging) const {
+  __device__ static void store_boxes(const CUtensorMap& out, int row, int column, uint32_t staging) {
 #pragma unroll
     for (int box = 0; box < S::kPiece / 64; ++box)
       asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
-                       reinterpret_cast<uint64_t>(&o.out)),
+                       reinterpret_cast<uint64_t>(&out)),
                    "r"((column + box * 64) * 2), "r"(row), "r"(staging + box * 16 * kLine)
                    : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -406,7 +418,8 @@ struct ManyMultiplier {
         turn = {static_cast<uint32_t>(of_warp<true>(turn.stage)), static_cast<uint32_t>(of_warp<true>(turn.parity))};
         find_written(t);
       }
-      if (kScalesAll && !o.in_blocks) {
+      skipped = S::kGrouped ? t.row % 4 * 4 : 0;
+      if (!S::kOfBlocks || (kScalesAll && !o.in_blocks)) {
         if constexpr (S::kParts == 1) load_factors(t, 0);
         if constexpr (S::kParts > 1) prefetch_factors(t);
       } else if constexpr (!S::kStrided) {
@@ -417,12 +430,12 @@ struct ManyMultiplier {
       for (int part = 0; part < S::kParts; ++part)
 #pragma unroll
         for (float& x : total[part]) x = 0.0f;
-      if (S::kParts > 1 || (S::kGroups > 1 && o.in_blocks)) {
+      if (S::kParts > 1 || (S::kOfBlocks && S::kGroups > 1 && o.in_blocks)) {
         multiply_plain(t);
       } else {
         multiply_rolling(t);
       }
-      if (kScalesAll && !o.in_blocks) scale_all(t);
+      if (!S::kOfBlocks || (kScalesAll && !o.in_blocks)) scale_all(t);
       if (o.is_bfloat16) {
         store<bf16>(t);
       } else {
@@ -483,15 +496,14 @@ bool join_lines(int64_t count, int64_t group, int64_t stride, int64_t lines, int
   return all <= INT32_MAX;
 }
 
-// Scales of rows as floats side by side, of which a column of a tile is a box; what is outside is zero.  A box has to begin at a multiple
-// of 16 bytes (another is an illegal instruction), which groups that begin anywhere do not.
+// Scales of rows as floats side by side, of which a column of a tile is in a box; what is outside is zero.  A box that does not begin
+// at a multiple of 16 bytes is an illegal instruction.
 bool map_row_scales(ManyOperands& o, const ScaledMmArgs& args, int rows, int64_t matrices) {
   const MmScales& s = args.a_scales;
   const auto encode = tensor_map_encoder();
   const int64_t alone = matrices > 1 ? s.group : (args.m + 3) / 4 * 4, stride = args.blocks() > 1 ? s.block : alone;
   int64_t lines;
-  if (!encode || args.groups.begins.data || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {}))
-    return false;
+  if (!encode || s.along != 1 || stride % 4 != 0 || !is_aligned(16, s.data, {})) return false;
   if (!join_lines(matrices, s.group, stride, args.blocks(), o.scales_each, lines)) return false;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(args.m), static_cast<cuuint64_t>(lines)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 4};
@@ -501,9 +513,21 @@ bool map_row_scales(ManyOperands& o, const ScaledMmArgs& args, int rows, int64_t
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Of 16 rows of out the last columns of a tile, whose lines in shared memory are as long as those of others.
+bool map_last_columns(CUtensorMap& map, void* out, int columns, int64_t n, int64_t lines, int64_t stride) {
+  const auto encode = tensor_map_encoder();
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(2 * n), static_cast<cuuint64_t>(lines)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(2 * columns), 16}, ones[2] = {1, 1};
+  return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, out, sizes, strides, box, ones,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 template <class S>
 bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
-  ManyOperands o{{}, {}, {}, {}, Problem(args, launch, S::kRows, S::kColumns), 0, 0, 0, false, false, 0, 0, 0, 0, 0, 0};
+  ManyOperands o{{}, {}, {}, {}, Problem(args, launch, S::kRows, S::kColumns), 0, 0, 0, false, false, 0, 0, 0,
+                 0,  0,  0,  {}};
   const int64_t count = S::kGrouped ? args.groups.count : 1, matrices = args.groups.are_apart() ? count : 1;
   const int64_t tiles = int64_t{o.p.row_tiles} * o.p.column_tiles;
   o.m = static_cast<int>(args.m);
@@ -511,9 +535,12 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
   o.blocks = static_cast<int>(args.blocks());
   o.in_blocks = args.in_blocks;
   o.is_bfloat16 = args.out_dtype == DType::kBFloat16;
-  // Groups of few rows: those of others would come as well.
-  const int lines = static_cast<int>(S::kGrouped && args.m < S::kRows ? (args.m + 7) / 8 * 8 : S::kRows);
-  o.row_bytes = static_cast<uint32_t>(lines * kLine);
+  // Boxes with lines outside of the array take longer than whole ones, so tiles have as many each: a warp writes 16.  Of groups
+  // of few rows those of others would come as well.
+  const int64_t each = (args.m + o.p.row_tiles - 1) / o.p.row_tiles;
+  o.lines = static_cast<int>(!S::kGrouped        ? (each + 15) / 16 * 16
+                             : args.m < S::kRows ? (args.m + 7) / 8 * 8
+                                                 : S::kRows);
   const int64_t of_group = args.groups.expected_rows / S::kRows;
   o.band = static_cast<uint32_t>(of_group < 2 ? 2 : of_group > 16 ? 16 : of_group);
   // The strides of what there is one of say nothing.
@@ -525,11 +552,12 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
       !join_lines(count, args.b_group, b_stride, args.n, o.columns_each, b_lines) ||
       !join_lines(matrices, args.out_group, out_stride, args.m, o.out_each, out_lines))
     return false;
-  if (!make_tensor_map(o.rows, args.a, {args.k, a_lines}, {a_stride}, {lines}) ||
+  if (!make_tensor_map(o.rows, args.a, {args.k, a_lines}, {a_stride}, {o.lines}) ||
       !make_tensor_map(o.columns, args.b, {args.k, b_lines}, {b_stride}, {S::kColumns}) ||
-      !make_tensor_map(o.out, args.out, {2 * args.n, out_lines}, {2 * out_stride}, {16}))
+      !make_tensor_map(o.out, args.out, {2 * args.n, out_lines}, {2 * out_stride}, {16}) ||
+      (S::kLastBox < 64 && !map_last_columns(o.out_last, args.out, S::kLastBox, args.n, out_lines, 2 * out_stride)))
     return false;
-  if (!S::kStrided && o.in_blocks && !map_row_scales(o, args, S::kRows, matrices)) return false;
+  if (!S::kStrided && o.in_blocks && !map_row_scales(o, args, S::kScaleBox, matrices)) return false;
   const auto most = static_cast<int64_t>(num_sms(launch.device));
   launch_dependent_shared(scaled_mm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < most ? tiles : most)),
                           dim3(S::kThreads), S::kBytes + (S::kGrouped ? (count + 1) * 4 : 0), launch, "scaled_mm", o);
@@ -544,11 +572,11 @@ bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
   if (args.a_scales.is_e8m0 || args.b_scales.is_e8m0 || args.out_dtype == DType::kFloat32) return false;
   if (!is_aligned(16, args.out, {2 * args.out_stride, 2 * args.out_group})) return false;
   // Rounds of tiles.  Small ones are slower for each row.
-  const int64_t sms = num_sms(launch.device), column_tiles = (args.n + 127) / 128;
-  const auto rounds = [&](int64_t rows, int64_t at_once) {
+  const int64_t sms = num_sms(launch.device);
+  const auto rounds = [&](int64_t rows, int64_t at_once, int64_t columns = 128) {
     const int64_t row_tiles =
         groups.are_apart() ? groups.count * ((groups.expected_rows + rows - 1) / rows) : (args.m + rows - 1) / rows;
-    return (row_tiles * column_tiles + at_once - 1) / at_once;
+    return (row_tiles * ((args.n + columns - 1) / columns) + at_once - 1) / at_once;
   };
   if (groups.count > 0) {
     if (groups.expected_rows <= 64 || 4 * rounds(64, 2 * sms) < 5 * rounds(128, 2 * sms))
@@ -560,6 +588,9 @@ bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
   // Tiles of 256 rows read least, and are for scales of blocks only; they pay if k is long.
   if (args.in_blocks && args.k >= 4096 && 40 * rounds(256, sms) <= 21 * rounds(128, sms))
     return launch_shape<ManyShape<2, 2, 4, 2, false>>(args, launch);
+  // Few rounds, the last of which would leave many idle.
+  if (!args.in_blocks && 35 * rounds(128, sms, 112) <= 36 * rounds(128, sms))
+    return launch_shape<ManyShape<2, 1, 7, 2, false, false, 112>>(args, launch);
   return launch_shape<ManyShape<2, 1, 5, 1, false>>(args, launch);
 }
 

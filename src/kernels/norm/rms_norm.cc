@@ -37,7 +37,7 @@ void norm(Call& call, bool in_place, DLTensor* out, const DLTensor* input, DLTen
       args, x, y,
       of_rows ? weights_of_rows(call, weight, x, hidden_size) : row_weights(call, "weight", weight, x, hidden_size),
       epsilon);
-  args.weight_offset = gemma ? 1.0f : 0.0f;
+  args.weight_offset = gemma ? 1.0f : -0.0f;  // which leaves a weight of -0 as it is
   if (args.num_rows == 0) return;
   call.run(stream, args, rms_norm_cpu, PYKV_CUDA(rms_norm_cuda));
 }

@@ -177,7 +177,7 @@ template <class T>
 class BlockTables {
  public:
   BlockTables(const GroupQuantArgs&, float, int64_t) {}
-  bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t, bool) const { return false; }
+  bool encode(uint8_t*, const T*, const Scales&, const float*, int64_t, int64_t, bool) const { return false; }
 };
 #if defined(__AVX512BW__)
 template <class T>
@@ -191,19 +191,19 @@ class BlockTables<T> {
                elements >= kWorthTables && stairs_.build(mx_)) {}
 
   // Of as many blocks as a vector has lanes, with these scales; false where tables cannot do it.
-  bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count,
+  bool encode(uint8_t* codes, const T* from, const Scales& scales, const float* inside, int64_t count, int64_t ahead,
               bool past) const {
     if (!there_ || count != kWidth) return false;
     const Words stored = load_raw<Words>(scales.stored) & (mx_ ? 0xffu : 0x7fu);
     if (!all_below(load(inside), INFINITY) || !stairs_.have(stored)) return false;
     if (mx_) {
-      stairs_.of_powers(codes, from, kWidth / 4, scales.stored, kAhead<T>, past);
+      stairs_.of_powers(codes, from, kWidth / 4, scales.stored, ahead, past);
       return true;
     }
     constexpr int kFours = kWidth / 4;
     const T* places[kFours];
     for (int i = 0; i < kFours; ++i) places[i] = from + i * kNvfp4Four;
-    stairs_(codes, places, kFours, scales.stored, kAhead<T>, past);
+    stairs_(codes, places, kFours, scales.stored, ahead, past);
     return true;
   }
 
@@ -236,6 +236,43 @@ class Groups {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
+  // Whether words of scales are neighbours for 16 rows: of four groups' bytes in tiles, of which each four rows follow one another,
+  // or of a group's fp32 in columns.  Then the rows go by such lines, each of which is put together and written at once.
+  static bool by_lines(const GroupQuantArgs& args) {
+    if (args.tile_bits == 7) return !args.of_experts.first.data;
+    const Rows& rows = args.scale_rows;
+    return is_float(args) && args.rows >= kRowsOfLine && (rows.size1 | rows.size2 | rows.stride0) == 1 &&
+           args.scale_group != 1 && !args.scale_four && !args.tile_bits && !args.valid.counts.data;
+  }
+  // Pieces: up to 16 rows by up to at_once_ groups.
+  int64_t pieces() const {
+    return (args_.tile_bits ? (args_.rows + 127) / 128 * 8 : (args_.rows + kRowsOfLine - 1) / kRowsOfLine) * across();
+  }
+  void take_pieces(int64_t begin, int64_t end) {
+    in_lines_ = true;
+    const int64_t steps = std::clamp<int64_t>(kAhead<T> / (at_once_ * args_.group_size), 1, kRowsOfLine);
+    int64_t places[2 * kRowsOfLine];  // of this piece's rows and the next one's
+    find_places(begin, places + kRowsOfLine);
+    for (int64_t piece = begin; piece < end; ++piece) {
+      std::copy_n(places + kRowsOfLine, kRowsOfLine, places);
+      find_places(piece + 1, places + kRowsOfLine);
+      const int64_t first = first_row(piece), group = first_group(piece),
+                    all = std::min(args_.groups() - group, at_once_), real = std::clamp<int64_t>(real_ - group, 0, all);
+      if (args_.tile_bits) __builtin_memset(lines_, 0, static_cast<size_t>(all / 4 * kLine));
+      int64_t there = 0;
+      for (; there < kRowsOfLine && first + row_of_line(there) < args_.rows; ++there) {
+        ahead_ = places[there + steps] - places[there];
+        if (real > 0) encode(first + row_of_line(there), group, real);
+        if (real < all) pad_codes(first + row_of_line(there), group + real, all - real);
+      }
+      if (args_.tile_bits) {
+        write_lines(swizzled_place(first, group, args_.tiles, args_.tile_bits), 512, all / 4, kRowsOfLine);
+      } else {
+        write_lines(4 * (first + group * args_.scale_group), 4 * args_.scale_group, all, there);
+      }
+    }
+  }
+
   // [begin, end) of all rows' groups, with those of padding.
   void operator()(int64_t begin, int64_t end) {
     const int64_t groups = args_.groups();
@@ -253,6 +290,36 @@ class Groups {
   }
 
  private:
+  static constexpr int64_t kRowsOfLine = 16;
+
+  int64_t across() const { return (args_.groups() + at_once_ - 1) / at_once_; }
+  int64_t first_row(int64_t piece) const {
+    const int64_t lines = piece / across();
+    return args_.tile_bits ? lines / 8 * 128 + lines % 8 * 4 : lines * kRowsOfLine;
+  }
+  int64_t first_group(int64_t piece) const { return piece % across() * at_once_; }
+  int64_t row_of_line(int64_t i) const { return args_.tile_bits ? i / 4 * 32 + i % 4 : i; }
+  static bool is_float(const GroupQuantArgs& args) {
+    return args.rule.kind == QuantScale::kFloat || args.rule.kind == QuantScale::kPowerOfTwo;
+  }
+  void write_lines(int64_t at, int64_t step, int64_t lines, int64_t words) const {
+    char* to = static_cast<char*>(args_.scales) + at;
+    for (int64_t line = 0; line < lines; ++line, to += step) {
+      if (words < kRowsOfLine) {
+        __builtin_memcpy(to, lines_[line].words, static_cast<size_t>(4 * words));
+      } else if (writer_.streamed() && reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+        stream_line(to, reinterpret_cast<const char*>(lines_[line].words));
+      } else {
+        __builtin_memcpy(to, lines_[line].words, kLine);
+      }
+    }
+  }
+  // Where the elements of a piece begin, of each of its rows.
+  void find_places(int64_t piece, int64_t* places) const {
+    const int64_t row = first_row(piece), column = first_group(piece) * args_.group_size;
+    for (int64_t i = 0; i < kRowsOfLine; ++i) places[i] = args_.input_rows.offset(row + row_of_line(i)) + column;
+  }
+
   int64_t group_bytes() const { return nibbles_ ? args_.group_size / 2 : args_.group_size; }
   bool of_lines() const { return group_bytes() % kLine == 0; }
   uint8_t* codes_at(int64_t row, int64_t group) const {
@@ -296,7 +363,7 @@ class Groups {
 
   // Those in tiles lie in as many lines as there are fours, which a store would wait for one after the other.
   void ask_for_scales(int64_t row, int64_t group, int64_t count) const {
-    if (!args_.tile_bits) return;
+    if (!args_.tile_bits || in_lines_) return;
     const uint8_t* at =
         static_cast<const uint8_t*>(args_.scales) + swizzled_place(row, group, args_.tiles, args_.tile_bits);
     for (int64_t g = 0; g < count; g += 4, at += 4 << args_.tile_bits) __builtin_prefetch(at, 1);
@@ -306,14 +373,14 @@ class Groups {
   void encode_some(uint8_t* codes, const T* from, Scales& scales, const float* inside, int64_t count, int expert,
                    float given, bool past) const {
     const int64_t n = args_.group_size;
-    if (nibbles_ ? tables_[args_.globals ? expert : 0].encode(codes, from, scales, inside, count, past)
+    if (nibbles_ ? tables_[args_.globals ? expert : 0].encode(codes, from, scales, inside, count, ahead_, past)
                  : encode_together(codes, from, n, scales.stored, inside, count, past))
       return;
     scales.find_factors(args_.rule, given);
     for (int64_t g = 0; g < count; ++g) {
       const T* x = from + g * n;
       uint8_t* to = codes + g * group_bytes();
-      prefetch_bytes(x + kAhead<T>, n * static_cast<int64_t>(sizeof(T)));
+      prefetch_bytes(x + ahead_, n * static_cast<int64_t>(sizeof(T)));
       if (nibbles_) {
         for (int64_t i = 0; i < n; i += kBlock) store_nibbles(to + i / 2, x + i, scales.factors[g]);
       } else {
@@ -323,17 +390,25 @@ class Groups {
   }
 
   // Bytes in tiles by fours, and bytes side by side, at once.
-  void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
+  void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) {
     const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3,
                side_by_side = args_.scale_group == 1 && !args_.tile_bits && args_.rule.kind != QuantScale::kE8M0;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
-      uint8_t* to = scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+      uint8_t* to = in_lines_
+                        ? reinterpret_cast<uint8_t*>(lines_[group % at_once_ / 4].words + row % 4 * 4 + row % 128 / 32)
+                        : scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
+      const int64_t step = in_lines_ ? kLine : int64_t{4} << args_.tile_bits;
       uint8_t some[kWidth];
       const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
       __builtin_memcpy(some, &all, sizeof all);
-      for (; g + 4 <= count; g += 4, to += 4 << args_.tile_bits) __builtin_memcpy(to, some + g, 4);
+      for (; g + 4 <= count; g += 4, to += step) __builtin_memcpy(to, some + g, 4);
+      for (int64_t k = g; k < count; ++k) to[k - g] = some[k];
+      return;
+    } else if (in_lines_) {
+      for (; g < count; ++g) lines_[group % at_once_ + g].words[row % kRowsOfLine] = stored[g];
+      return;
     } else if (count == kWidth && side_by_side) {
       const int64_t at = args_.scale_rows.offset(row) + group;
       if (bytes) {
@@ -359,16 +434,16 @@ class Groups {
       const float least = 449.0f * args_.rule.least_scale;
       bool regular = args_.rule.largest == 448.0f;
       for (int64_t g = 0; g < count; ++g) regular &= inside[g] > least;
-      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, kAhead<T>, past);
+      return regular && tiles_.template divide_tiles<false>(e4m3s, x, n, count, inside, ahead_, past);
     }
     if (!all_below(load(inside), INFINITY)) return false;
     if (kind != QuantScale::kMx) {
       float powers[kWidth];
       const Words bits = load_raw<Words>(stored) << (kind == QuantScale::kE8M0 ? 23 : 0);
       __builtin_memcpy(powers, &bits, sizeof bits);
-      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, kAhead<T>, past);
+      return tiles_.template divide_tiles<true>(e4m3s, x, n, count, powers, ahead_, past);
     }
-    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, kAhead<T>, past);
+    return n == kPair && tiles_.divide_pairs_by_powers(e4m3s, x, count, stored, ahead_, past);
   }
 
   // E4M3 of bf16 by tables, where the scale is a power of two.
@@ -407,16 +482,20 @@ class Groups {
     if (!args_.valid.has(row)) return;
     const ScaleRow at = args_.scale_row_of(row, report_);
     if (!at.there) return;
-    const int64_t scales = std::min(group + count, args_.scale_groups),
-                  codes = std::min(group + count, args_.code_groups);
+    const int64_t scales = std::min(group + count, args_.scale_groups);
     for (int64_t g = group; g < scales; ++g) args_.store_scale(at.row, g, 0);
-    if (codes > group) __builtin_memset(codes_at(row, group), 0, static_cast<size_t>((codes - group) * group_bytes()));
+    pad_codes(row, group, count);
     fill_behind(row, at, group, count);
+  }
+
+  void pad_codes(int64_t row, int64_t group, int64_t count) const {
+    const int64_t codes = std::min(group + count, args_.code_groups) - group;
+    if (codes > 0) __builtin_memset(codes_at(row, group), 0, static_cast<size_t>(codes * group_bytes()));
   }
 
   // Rows behind the last one: of scales, up to a whole tile, and of codes.
   void fill_behind(int64_t row, const ScaleRow& at, int64_t group, int64_t count) const {
-    if (args_.tile_bits && at.last)
+    if (args_.tile_bits && at.last && !in_lines_)
       for (int64_t g = group; g < std::min(group + count, args_.scale_groups); ++g) args_.clear_behind(at, g);
     if (row != args_.rows - 1) return;
     const int64_t codes = std::min(count, args_.code_groups - group);
@@ -453,6 +532,11 @@ class Groups {
   const TileEncoder<T, TimesInverse, 448> tiles_;
   LineWriter writer_;
   std::vector<Line> values_;
+  bool in_lines_ = false;  // scales go to lines_, of a piece
+  struct alignas(kLine) {
+    uint32_t words[kRowsOfLine];
+  } lines_[kAtOnce];
+  int64_t ahead_ = kAhead<T>;  // to the elements that are asked for
   struct alignas(kLine) {
     uint8_t bytes[kElementsAtOnce];
   } codes_;  // on their way past the caches
@@ -468,6 +552,11 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
     std::vector<BlockTables<T>> tables;
     for (int64_t e = 0; e < experts; ++e)
       tables.emplace_back(args, args.globals ? args.globals[e] : float{args.given}, args.rows * args.width / experts);
+    if (Groups<T>::by_lines(args)) {
+      const int64_t pieces = Groups<T>(args, tables, report).pieces();
+      return parallel_for(pieces, std::max<int64_t>(1, pieces * kElementsWorthAThread / (args.rows * args.width)),
+                          [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report).take_pieces(begin, end); });
+    }
     parallel_for(args.rows * args.groups(), std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
                  [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report)(begin, end); });
   });

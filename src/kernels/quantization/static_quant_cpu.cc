@@ -45,12 +45,12 @@ template <class T>
 float largest_of_all(const StaticQuantArgs& args) {
   std::atomic<float> all{0.0f};
   each_piece(args, [&](int64_t row, int64_t first, int64_t n) {
-    constexpr int64_t kSome = 512, kAhead = kBytesAhead / sizeof(T);
+    constexpr int64_t kAhead = kBytesAhead / sizeof(T);
     const T* const from = input_at<T>(args, row, first);
     LargestOf<T> largest;
-    for (int64_t i = 0; i < n; i += kSome) {
-      prefetch_bytes(from + i + kAhead, kSome * sizeof(T));
-      for (int64_t k = i; k < std::min(n, i + kSome); k += kPair) largest.take(from + k, n - k);
+    for (int64_t k = 0; k < n; k += kPair) {
+      prefetch_bytes<1>(from + k + kAhead, kPair * sizeof(T));
+      largest.take(from + k, n - k);
     }
     const Floats lanes = LargestOf<T>::values(largest.lanes());
     const float most = all_below(lanes, INFINITY) ? max(lanes) : largest_number(from, n);

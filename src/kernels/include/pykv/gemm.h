@@ -52,8 +52,8 @@ PYKV_API pykv_status pykv_packed_gemm(DLTensor* out, const DLTensor* x, const DL
  *   a         [num_rows, k]  float8_e4m3fn (or uint8, which holds it) | int8, any strides
  *   b         [k, n]         as a, any strides.  Both fast where neighbours of k lie side by side, and rows of a and columns of
  *             b begin at multiples of 16 bytes
- *   a_scales  float32, 1 element or num_rows
- *   b_scales  float32, 1 element or n
+ *   a_scales  float32, 1 element (may be in host memory) or num_rows
+ *   b_scales  float32, 1 element (may be in host memory) or n
  *   bias      [n] or [1, n], dtype of out, or NULL
  * Or both scales are those of blocks: out = sum over blocks of k of a_scale b_scale (a b of the block) + bias
  *   a_scales  [num_rows, ceil(k / 128)]         float32 | uint8 (e8m0: 2^(byte - 127), 255 is NaN); any strides.  Or
@@ -75,7 +75,7 @@ PYKV_API pykv_status pykv_cutlass_scaled_mm_azp(DLTensor* out, const DLTensor* a
  * of out has the same bits whatever the others are.
  *   out, a     [num_rows, n], [num_rows, k], or with group_sizes alone [groups, num_rows, n] and [groups, num_rows, k]; as above
  *   b          [groups, k, n], any strides, at most 512 groups
- *   a_scales   float32, 1 element, or [num_rows] ([groups, num_rows])
+ *   a_scales   float32, 1 element (may be in host memory), or [num_rows] ([groups, num_rows])
  *   b_scales   float32, [groups] or [groups, 1], or [groups, n]
  *              Or both are those of blocks, float32 | uint8: [num_rows, ceil(k / 128)] ([groups, num_rows, ceil(k / 128)]) and
  *              [groups, ceil(k / 128), ceil(n / 128)].  Those of a may be int32, four of the bytes, as above
