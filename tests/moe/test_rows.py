@@ -140,6 +140,30 @@ def test_unpermute(array, dtype, tokens, k, width, with_offsets):
     np.testing.assert_allclose(array.numpy(out).astype(np.float64), wanted, rtol=bound, atol=bound * np.sqrt(k))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("k", [1, 2, 3, 11])
+def test_sums_of_many_tokens(array, dtype, k):
+    """So many that a thread has two; of some rows there is nothing, and the last token has no neighbour."""
+    tokens, width = 34001, 32
+    y = np.resize(rows(1009, width, dtype=dtype), (tokens * k, width))
+    weights = np.resize(rows(1013, k, seed=1), (tokens, k))
+    place = random(2).permutation(tokens * k).reshape(tokens, k).astype(np.int32)
+    place[::5, 0] = -1
+    y.reshape(tokens, k, width)[::7, -1] = np.nan
+    ids = np.where(np.arange(k) == k - 1, np.where(np.arange(tokens) % 7 == 0, -1, 3)[:, None], 5).astype(np.int32)
+    valid = np.isfinite(y[:, 0].astype(np.float64)).reshape(tokens, k)
+    place[(place >= 0) & ~valid.reshape(-1)[place]] = -1
+    x = array.input(y.reshape(tokens, k, width))
+    made = [array.output(np.full((tokens, width), 3).astype(dtype)) for _ in range(2)]
+    pykv.moe_unpermute(array.input(y), array.input(weights), array.input(place), None, k, made[0])
+    pykv.moe_sum(x, made[1], array.input(ids))
+    exact, bound = y.astype(np.float64), TOLERANCE[np.dtype(dtype).name]
+    terms = np.where((place >= 0)[..., None], exact[place], 0) * weights[..., None].astype(np.float64)
+    plain = np.where(valid[..., None], exact.reshape(tokens, k, width), 0)
+    for out, wanted in ((made[0], terms.sum(1)), (made[1], plain.sum(1))):
+        np.testing.assert_allclose(array.numpy(out).astype(np.float64), wanted, rtol=bound, atol=bound * np.sqrt(k))
+
+
 def test_unpermute_without_rows(array):
     """Negative places are none, and those beyond the rows are reported."""
     y, weights = rows(6, 16), np.ones((3, 2), np.float32)
