@@ -258,6 +258,7 @@ class Groups {
       find_places(piece + 1, places + kRowsOfLine);
       const int64_t first = first_row(piece), group = first_group(piece),
                     all = std::min(args_.groups() - group, at_once_), real = std::clamp<int64_t>(real_ - group, 0, all);
+      first_group_ = group;
       if (args_.tile_bits) __builtin_memset(lines_, 0, static_cast<size_t>(all / 4 * kLine));
       int64_t there = 0;
       for (; there < kRowsOfLine && first + row_of_line(there) < args_.rows; ++there) {
@@ -357,6 +358,8 @@ class Groups {
       encode_some(to + g * group_bytes(), from + g * n, s, inside + g, some, at.expert, given, past);
     });
     if (to != codes) writer_.put(codes, to, count * group_bytes());
+    if (in_lines_)
+      return each([&](Scales& s, int64_t g, int64_t some) { store_in_lines(row, group + g, some, s.stored); });
     each([&](Scales& s, int64_t g, int64_t some) { store_scales(at.row, group + g, some, s.stored); });
     fill_behind(row, at, group, count);
   }
@@ -389,26 +392,32 @@ class Groups {
     }
   }
 
+  void store_in_lines(int64_t row, int64_t group, int64_t count, const uint32_t* stored) {
+    auto* line = lines_ + (group - first_group_) / (args_.tile_bits ? 4 : 1);
+    if (!args_.tile_bits) {
+      for (int64_t g = 0; g < count; ++g) line[g].words[row % kRowsOfLine] = stored[g];
+      return;
+    }
+    uint32_t words[kWidth / 4];
+    const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
+    __builtin_memcpy(words, &all, sizeof all);
+    for (int64_t g = 0; g < count; g += 4, ++line)
+      line->words[row % 4 * 4 + row % 128 / 32] =
+          count - g < 4 ? words[g / 4] & ((1u << 8 * (count - g)) - 1) : words[g / 4];
+  }
+
   // Bytes in tiles by fours, and bytes side by side, at once.
-  void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) {
+  void store_scales(int64_t row, int64_t group, int64_t count, const uint32_t* stored) const {
     const bool bytes = args_.rule.kind == QuantScale::kMx || args_.rule.kind == QuantScale::kE4M3,
                side_by_side = args_.scale_group == 1 && !args_.tile_bits && args_.rule.kind != QuantScale::kE8M0;
     uint8_t* const scales = static_cast<uint8_t*>(args_.scales);
     int64_t g = 0;
     if (bytes && args_.tile_bits && group % 4 == 0) {
-      uint8_t* to = in_lines_
-                        ? reinterpret_cast<uint8_t*>(lines_[group % at_once_ / 4].words + row % 4 * 4 + row % 128 / 32)
-                        : scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
-      const int64_t step = in_lines_ ? kLine : int64_t{4} << args_.tile_bits;
+      uint8_t* to = scales + swizzled_place(row, group, args_.tiles, args_.tile_bits);
       uint8_t some[kWidth];
       const Bytes all = narrow_to_bytes(load_raw<Words>(stored) & 0xffu);
       __builtin_memcpy(some, &all, sizeof all);
-      for (; g + 4 <= count; g += 4, to += step) __builtin_memcpy(to, some + g, 4);
-      for (int64_t k = g; k < count; ++k) to[k - g] = some[k];
-      return;
-    } else if (in_lines_) {
-      for (; g < count; ++g) lines_[group % at_once_ + g].words[row % kRowsOfLine] = stored[g];
-      return;
+      for (; g + 4 <= count; g += 4, to += 4 << args_.tile_bits) __builtin_memcpy(to, some + g, 4);
     } else if (count == kWidth && side_by_side) {
       const int64_t at = args_.scale_rows.offset(row) + group;
       if (bytes) {
@@ -495,7 +504,7 @@ class Groups {
 
   // Rows behind the last one: of scales, up to a whole tile, and of codes.
   void fill_behind(int64_t row, const ScaleRow& at, int64_t group, int64_t count) const {
-    if (args_.tile_bits && at.last && !in_lines_)
+    if (args_.tile_bits && at.last)
       for (int64_t g = group; g < std::min(group + count, args_.scale_groups); ++g) args_.clear_behind(at, g);
     if (row != args_.rows - 1) return;
     const int64_t codes = std::min(count, args_.code_groups - group);
@@ -532,7 +541,8 @@ class Groups {
   const TileEncoder<T, TimesInverse, 448> tiles_;
   LineWriter writer_;
   std::vector<Line> values_;
-  bool in_lines_ = false;  // scales go to lines_, of a piece
+  bool in_lines_ = false;  // scales go to lines_, of a piece whose first group is that
+  int64_t first_group_ = 0;
   struct alignas(kLine) {
     uint32_t words[kRowsOfLine];
   } lines_[kAtOnce];
