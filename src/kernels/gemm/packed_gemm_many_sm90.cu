@@ -6,8 +6,9 @@
 // nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
 // registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the next tile is decoded.
 //
-// Tokens may lie in groups, each of which has a weight of its own, as those of experts do.  A group is cut into tiles of nearly the same
-// height, and products are as wide as a tile asks for: a tile of few tokens takes half as long as a whole one, for it is decoded.
+// Tokens may lie in groups, each of which has a weight of its own, as those of experts do.  All tokens, or those of a group, are cut into
+// tiles of nearly the same height.  Of groups, products are as wide as a tile asks for: a tile of few tokens takes half as long as a whole
+// one, for it is decoded.
 //
 // Four warps would decode a unit in more time than its products take: an instruction of a warp takes four to five cycles beside the
 // matrix units, but those of two warps as long together (docs/log/packed_gemm.md).
@@ -69,6 +70,7 @@ struct Problem {
   const void* bias;
   Divider units_by;  // of 64 columns, of a group
   uint32_t row_tiles, token_tiles;
+  int tokens;                     // of a tile, a multiple of kPiece; not of groups
   int units, groups, blocks;      // of 64 columns; of columns; of 256 columns
   int segments;                   // of the columns, whose sums are added in order
   int begins[kMostSegments + 1];  // in units
@@ -171,7 +173,8 @@ class Cursor {
     } else {
       int token_tile;
       p_.place(tile_, row_tile, token_tile);
-      token = token_tile * kTokens;
+      token = token_tile * p_.tokens;
+      count = p_.tokens;
     }
   }
   // From a lane, so that the compiler sees that all have the same.
@@ -349,7 +352,7 @@ class Decoder {
         copy_box(shared_ + stage * kXBytes + first * kLine, p_.x, {at.unit * kLine, at.token + first}, full);
       }
     } else if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
-      cluster_expect(full, kXBytes);
+      cluster_expect(full, p_.tokens * kLine);
       copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token}, full);
     }
     __syncwarp();
@@ -562,10 +565,10 @@ class Multiplier {
     }
 #pragma unroll
     for (int piece = 0; piece < (kWidth + kPiece - 1) / kPiece; ++piece) {
-      if (S::kGroups && piece * kPiece >= at.count) break;
+      if (piece * kPiece >= at.count) break;
       const uint32_t to = parked_ + piece % 2 * kPieceBytes;
       if (writes()) {
-        if (S::kGroups && piece == 0)
+        if (piece == 0)
           wait_until_written();
         else
           asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
@@ -681,6 +684,8 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
   const int64_t columns = S::kActivates ? w.n / 2 : w.n, of_tile = S::kActivates ? kRows / 2 : kRows;
   p.row_tiles = static_cast<uint32_t>((columns + of_tile - 1) / of_tile);
   p.token_tiles = static_cast<uint32_t>((args.num_rows + kTokens - 1) / kTokens + groups.count);  // at most
+  const int64_t each = (args.num_rows + p.token_tiles - 1) / p.token_tiles;
+  p.tokens = static_cast<int>((each + kPiece - 1) / kPiece * kPiece);
   p.units = static_cast<int>(w.padded_k / kUnit);
   p.groups = static_cast<int>(w.groups());
   p.blocks = static_cast<int>((w.padded_k + 255) / 256);
@@ -708,7 +713,7 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
   if (p.pieces > kMostPieces || bytes > kMostShared || p.groups % p.items != 0 ||
       (p.steps < 4 && w.group_size != p.steps * 16) || int64_t{p.row_tiles} * p.token_tiles > INT32_MAX)
     return false;
-  if (!make_tensor_map(p.x, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kGroups ? kOfBox : kTokens}) ||
+  if (!make_tensor_map(p.x, args.x, {w.k * 2, args.num_rows}, {x_stride * 2}, {S::kGroups ? kOfBox : p.tokens}) ||
       !make_tensor_map(p.out, args.out, {columns * 2, args.num_rows}, {args.out_stride * 2}, {kPiece}))
     return false;
   if (asks) return true;
