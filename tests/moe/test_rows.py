@@ -143,7 +143,7 @@ def test_unpermute(array, dtype, tokens, k, width, with_offsets):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("k", [1, 2, 3, 11])
 def test_sums_of_many_tokens(array, dtype, k):
-    """So many that a thread has two; of some rows there is nothing, and the last token has no neighbour."""
+    """More than find room at once; some rows are not there."""
     tokens, width = 34001, 32
     y = np.resize(rows(1009, width, dtype=dtype), (tokens * k, width))
     weights = np.resize(rows(1013, k, seed=1), (tokens, k))

@@ -579,11 +579,13 @@ bool packed_gemm_few_sm90(const PackedGemmArgs& args, int segments, const Launch
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, Minima kMinima = Minima::kNone>() {
-      constexpr bool kHasMaps = kKind == CodeKind::kUint4;
+      // Of experts int4, and of what is folded that with scales of float16 alone.
+      constexpr bool kHasMaps = kKind == CodeKind::kUint4 && (kMinima != Minima::kFolded || !kIsHalf<T>);
       if (!map.rows)
         was_launched = launch_shape<Shape<T, kKind, kMinima, false>>(args, segments, launch);
       else if constexpr (kHasMaps)
-        was_launched = launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
+        was_launched = (kMinima != Minima::kFolded || (w.scales_kind == ScaleKind::kF16 && !w.minima)) &&
+                       launch_shape<Shape<T, kKind, kMinima, true>>(args, segments, launch);
     };
     const bool is_uint4 = w.codes_kind == CodeKind::kUint4;
     if (is_folded<T>(w, map.rows)) {

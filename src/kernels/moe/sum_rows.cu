@@ -1,6 +1,5 @@
-// A thread has a vector of one token, and loads it of eight rows at once, or of two where there are no more.  Where places say where
-// rows lie, it waits for these first; of many tokens it has two, whose places it loads at once, and fewer registers, so that others
-// load rows meanwhile.
+// A thread has a vector of one token, and loads it of eight rows at once, or of two where there are no more.  Of many tokens whose
+// numbers say where rows lie it loads four at once: registers are left for more threads, which load while it waits for numbers.
 //
 // Memory-bound where the kind of rows is known when compiled: moe_sum of 4096 tokens of 8 x 7168 takes 120 us on an H200, as a copy of
 // as many bytes does.  The instance for all kinds is bound by instructions: 193 us.
@@ -22,6 +21,8 @@ struct SumPlan {
 // and lie side by side, as weights do.
 enum class Known { kNothing, kAll, kNumbers };
 
+constexpr int kManyBlocks = 2;  // on a multiprocessor, of threads that load eight rows at once
+
 template <Known kKnown>
 __device__ decltype(auto) known_of(const SumRowsArgs& args) {
   if constexpr (kKnown == Known::kNothing) {
@@ -29,8 +30,7 @@ __device__ decltype(auto) known_of(const SumRowsArgs& args) {
   } else {
     SumRowsArgs a = args;
     a.expert_map.data = nullptr;
-    a.places.is_int64 = a.ids.is_int64 = false;
-    a.places.stride = a.ids.stride = a.weights_stride = 1;
+    a.weights_stride = 1;
     if (a.places.data) {  // numbers are `ids`, whatever they are
       a.ids.data = a.places.data;
       a.ids.token_stride = a.places.token_stride;
@@ -45,125 +45,98 @@ __device__ decltype(auto) known_of(const SumRowsArgs& args) {
   }
 }
 
-// Blocks that find room on a multiprocessor.
-constexpr int blocks_at_once(Known known, int rows, int tokens) {
-  if (tokens > 1) return rows == 2 ? 6 : 4;
-  return rows == 2 ? 4 : known == Known::kAll ? 3 : 2;
-}
-
-// kRows: of a token, whose numbers are loaded at once; with two there are no more.
-// kTokens: neighbours that a thread has.
-template <class T, int kSize, Known kKnown, int kRows, int kTokens>
-__global__ void __launch_bounds__(256, blocks_at_once(kKnown, kRows, kTokens))
+// kRows: of a token, whose numbers are loaded at once; with two there are no more.  kAtOnce: that are loaded at once.
+template <class T, int kSize, Known kKnown, int kRows, int kAtOnce>
+__global__ void __launch_bounds__(256, kAtOnce < 8             ? 16 / kAtOnce
+                                       : kKnown == Known::kAll ? 3
+                                                               : kManyBlocks)
     sum_rows_kernel(const __grid_constant__ SumPlan plan) {
   using V = Vec<T, kSize>;
-  // That are loaded at once.
-  constexpr int kSomeTokens = kRows == 2 ? kTokens : 1, kSomeRows = kRows * kTokens > 8 ? 4 : kRows;
   const SumRowsArgs& a = known_of<kKnown>(plan.args);
-  const int64_t first_token = plan.rows.row() * kTokens;
+  const int64_t token = plan.rows.row();
   const uint32_t vector = plan.rows.vector();
-  std::conditional_t<kKnown == Known::kNothing, int64_t, int32_t> numbers[kTokens][kRows];
-  float weights[kTokens][kRows];
-  const auto load_numbers = [&](int t, int64_t first) {
-    const int64_t token = first_token + t;
+  std::conditional_t<kKnown == Known::kNothing, int64_t, int32_t> numbers[kRows];
+  float weights[kRows];
+  const auto load_numbers = [&](int64_t first) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t j = first + i;
-      const bool is_there = j < a.top_k && (kTokens == 1 || token < a.num_tokens);
       if constexpr (kKnown == Known::kNumbers) {
         const int64_t at = token * a.ids.token_stride + j;
-        numbers[t][i] = is_there ? static_cast<const int32_t*>(a.ids.data)[at] : -1;
+        numbers[i] = j < a.top_k ? static_cast<const int32_t*>(a.ids.data)[at] : -1;
       } else {
-        numbers[t][i] = is_there ? a.number_of(token, j) : -1;
+        numbers[i] = j < a.top_k ? a.number_of(token, j) : -1;
       }
-      weights[t][i] = a.weights && is_there ? a.weights[token * a.weights_token_stride + j * a.weights_stride] : 1.0f;
+      weights[i] = a.weights && j < a.top_k ? a.weights[token * a.weights_token_stride + j * a.weights_stride] : 1.0f;
     }
   };
-  const auto load_all_numbers = [&] {
-#pragma unroll
-    for (int t = 0; t < kTokens; ++t) load_numbers(t, 0);
-  };
-  if (a.numbers_are_old) load_all_numbers();
+  if (a.numbers_are_old) load_numbers(0);
   begin_dependent();
   if (vector >= plan.rows.num_vectors) return;
-  if (!a.numbers_are_old) load_all_numbers();
+  if (!a.numbers_are_old) load_numbers(0);
   const T* rows = static_cast<const T*>(a.rows) + static_cast<int64_t>(vector) * kSize;
   const int64_t end = a.end_of_places();
-  int64_t beyond = -1;  // a number that is out of range
+  Vec<float, kSize> sum{};
+  for (int64_t first = 0; first < (kRows == 2 ? 2 : a.top_k); first += kRows) {
+    if (kRows != 2 && first != 0) load_numbers(first);
 #pragma unroll
-  for (int some = 0; some < kTokens; some += kSomeTokens) {
-    Vec<float, kSize> sums[kSomeTokens] = {};
-    for (int64_t first = 0; first < (kRows == 2 ? 2 : a.top_k); first += kRows) {
-      if (kRows != 2 && first != 0) load_numbers(some, first);
+    for (int part = 0; part < kRows; part += kAtOnce) {
+      // In three steps, each with all its loads under way at once.
+      int64_t begins[kAtOnce];
+      V loaded[kAtOnce];
 #pragma unroll
-      for (int part = 0; part < kRows; part += kSomeRows) {
-        const auto each = [&](auto&& f) {
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = first + part + i;
+        if constexpr (kKnown == Known::kAll)
+          begins[i] = j < a.top_k ? token * a.token_stride + j * a.row_stride : a.kNoRow;
+        else
+          begins[i] = a.begin_of(token, j, numbers[part + i], end);
+      }
 #pragma unroll
-          for (int t = 0; t < kSomeTokens; ++t)
+      for (int i = 0; i < kAtOnce; ++i)
+        if (begins[i] != a.kNoRow) loaded[i] = load_vec_in_order<V>(rows + begins[i]);
 #pragma unroll
-            for (int i = 0; i < kSomeRows; ++i) f(t, i);
-        };
-        // In three steps, each with all its loads under way at once.
-        int64_t begins[kSomeTokens][kSomeRows];
-        V loaded[kSomeTokens][kSomeRows];
-        each([&](int t, int i) {
-          const int64_t token = first_token + some + t, j = first + part + i;
-          if constexpr (kKnown == Known::kAll)
-            begins[t][i] = j < a.top_k ? token * a.token_stride + j * a.row_stride : a.kNoRow;
-          else
-            begins[t][i] = a.begin_of(token, j, numbers[some + t][part + i], end);
-        });
-        each([&](int t, int i) {
-          if (begins[t][i] != a.kNoRow) loaded[t][i] = load_vec_in_order<V>(rows + begins[t][i]);
-        });
-        each([&](int t, int i) {
-          const int64_t number = numbers[some + t][part + i];
-          if (number >= a.bound() && number < end) beyond = number;
-        });
-        each([&](int t, int i) {
-          if (begins[t][i] == a.kNoRow) return;
-          const Vec<float, kSize> row = to_floats(loaded[t][i]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (begins[i] == a.kNoRow) continue;
+        const Vec<float, kSize> row = to_floats(loaded[i]);
 #pragma unroll
-          for (int e = 0; e < kSize; ++e) sums[t][e] = fmaf(row[e], weights[some + t][part + i], sums[t][e]);
-        });
+        for (int e = 0; e < kSize; ++e) sum[e] = fmaf(row[e], weights[part + i], sum[e]);
       }
     }
+    if (kKnown != Known::kAll && vector == 0) {
+      int64_t beyond = -1;
 #pragma unroll
-    for (int t = 0; t < kSomeTokens; ++t) {
-      const int64_t token = first_token + some + t;
-      if (kTokens > 1 && token >= a.num_tokens) break;
-      T* out = static_cast<T*>(a.out) + token * a.out_stride + static_cast<int64_t>(vector) * kSize;
-      store_vec(out, round_to<T>(sums[t]), plan.streamed);
+      for (const int64_t number : numbers)
+        if (number >= a.bound() && number < end) beyond = number;
+      if (beyond >= 0) plan.report(beyond, a.bound());
     }
   }
-  if (kKnown != Known::kAll && vector == 0 && beyond >= 0) plan.report(beyond, a.bound());
+  T* out = static_cast<T*>(a.out) + token * a.out_stride + static_cast<int64_t>(vector) * kSize;
+  store_vec(out, round_to<T>(sum), plan.streamed);
 }
 
 template <class T, int kSize>
 void launch_sum(const SumRowsArgs& args, const Launch& launch) {
-  const auto start = [&]<Known kKnown, int kRows, int kTokens>() {
-    const SumPlan plan{args, RowBlocks((args.num_tokens + kTokens - 1) / kTokens, args.width / kSize),
-                       is_streamed(args.num_tokens * args.width * static_cast<int64_t>(sizeof(T))),
-                       launch.reporter(args.report_of())};
-    launch_dependent(sum_rows_kernel<T, kSize, kKnown, kRows, kTokens>, plan.rows.blocks, plan.rows.threads, launch,
-                     "sum_rows", plan);
-  };
-  const auto start_rows = [&]<Known kKnown, int kTokens>() {
-    return args.top_k <= 2 ? start.template operator()<kKnown, 2, kTokens>()
-                           : start.template operator()<kKnown, 8, kTokens>();
+  const SumPlan plan{args, RowBlocks(args.num_tokens, args.width / kSize),
+                     is_streamed(args.num_tokens * args.width * static_cast<int64_t>(sizeof(T))),
+                     launch.reporter(args.report_of())};
+  const auto start = [&](auto kernel) {
+    launch_dependent(kernel, plan.rows.blocks, plan.rows.threads, launch, "sum_rows", plan);
   };
   if constexpr (kSize > 1) {
     const PairIds& numbers = args.places.data ? args.places : args.ids;
     if (numbers.data && !numbers.is_int64 && numbers.stride == 1 && !args.expert_map.data &&
         (!args.weights || args.weights_stride == 1)) {
-      const bool are_many = args.num_tokens * (args.width / kSize) >= int64_t{1024} * num_sms(launch.device);
-      return are_many ? start_rows.template operator()<Known::kNumbers, 2>()
-                      : start_rows.template operator()<Known::kNumbers, 1>();
+      if (args.top_k <= 2) return start(sum_rows_kernel<T, kSize, Known::kNumbers, 2, 2>);
+      const bool are_many = plan.rows.blocks > static_cast<uint32_t>(kManyBlocks * num_sms(launch.device));
+      return are_many ? start(sum_rows_kernel<T, kSize, Known::kNumbers, 8, 4>)
+                      : start(sum_rows_kernel<T, kSize, Known::kNumbers, 8, 8>);
     }
     if (!args.places.data && !args.ids.data && !args.expert_map.data && !args.weights)
-      return start_rows.template operator()<Known::kAll, 1>();
+      return args.top_k <= 2 ? start(sum_rows_kernel<T, kSize, Known::kAll, 2, 2>)
+                             : start(sum_rows_kernel<T, kSize, Known::kAll, 8, 8>);
   }
-  start.template operator()<Known::kNothing, 8, 1>();
+  start(sum_rows_kernel<T, kSize, Known::kNothing, 8, 8>);
 }
 
 }  // namespace
