@@ -45,9 +45,12 @@ struct Shape {
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
   static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
   // Multiplies by wgmma, not by mma.sync.
-  static constexpr bool kByWarpgroups = !kFew || (kParts == 2 && kTokens > 8 && kRunsOn);
+  static constexpr bool kByWarpgroups = !kFew || (kParts == 2 && kTokens > 8 && kRunsOn && kFolds);
   static constexpr int kMultipliers = 256 * kParts;
-  static constexpr int kPreparers = kTokens <= 16 && kParts == 2 && !kByWarpgroups ? 7 : 3;  // warps
+  // Warps: more where they make factors of each group.
+  static constexpr int kPreparers = kParts == 2 && (kTokens == 64 ? !kFolds : kTokens <= 16 && !kByWarpgroups) ? 7 : 3;
+  // Registers of who multiplies, and of the others.
+  static constexpr int kTaken = kParts == 1 ? 200 : kPreparers == 7 ? 96 : 104, kGiven = kPreparers == 7 ? 48 : 64;
   // Warps that copy rows of x one by one; of few tokens, preparers do; of two parts of more tokens, nobody.
   static constexpr int kGatherers = kFew || kParts == 2 ? 0 : 4;
   static constexpr int kThreads = kMultipliers + 32 * (1 + kPreparers + kGatherers);
@@ -67,6 +70,8 @@ struct Shape {
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.  Those of both parts of 64 tokens, which have one segment each, lie there, too: that leaves room for more stages.
   static constexpr bool kLastInRing = kTokens > 64, kAllInRing = kTokens == 64 && kParts == 2;
+  // Two blocks that share the columns send each other their sums of half of the tokens; otherwise they read them.
+  static constexpr bool kSends = !kLastInRing && !kAllInRing;
   static constexpr int kSumBytes = kTokens * kPitch * 4;
   using OfOnePart = Shape<T, kKind_, kTokens_, kMinima, 1>;
 
@@ -139,7 +144,7 @@ struct Problem {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 struct Ring {
-  uint32_t data, full, empty;  // addresses in shared memory
+  uint32_t data, full, empty, sent;  // addresses in shared memory
   int stage_bytes;
 
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
