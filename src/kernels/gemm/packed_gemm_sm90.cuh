@@ -55,12 +55,11 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (p.bias && i < rows) of_row[i] = to_float(static_cast<const T*>(p.bias)[weight * p.map.bias_stride + n + i]);
-  const bool sends = S::kSends && splits > 1;
 #pragma unroll 1
   for (int token = threadIdx.x / 32 * splits + rank; token < p.tokens; token += S::kMultipliers / 32 * splits) {
     const int row = of_out[token];
     if (row < 0) continue;
-    const uint32_t in_piece = ((sends ? token / 2 : token) * kPitch + lane * 4) * 4, at = sums + in_piece;
+    const uint32_t in_piece = (token * kPitch + lane * 4) * 4, at = sums + in_piece;
     float4 sum;
     if (!p.keeps()) {
       sum = load_shared_float4(last + in_piece);
@@ -70,10 +69,6 @@ __device__ void write(const Problem& p, const int32_t (&of_out)[S::kTokens], uin
 #pragma unroll
       for (int s = 0; s < kMostSegments; ++s)
         if (s < p.segments) {
-          if constexpr (S::kSends) {
-            pieces_of[s] = load_shared_float4(at + s * (S::kSumBytes >> sends));
-            continue;
-          }
           const uint32_t piece =
               S::kLastInRing && s % pieces == pieces - 1 ? last + in_piece : at + s % pieces * S::kSumBytes;
           pieces_of[s] =
@@ -131,14 +126,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using T = typename S::Element;
   extern __shared__ uint8_t unaligned[];
-  __shared__ uint64_t barriers[2 * kMostStages], sent;
+  __shared__ uint64_t barriers[2 * kMostStages];
   __shared__ uint32_t table[S::kHasTable ? 256 : 1];
   __shared__ int32_t rows[S::kTokens];  // of out
   __shared__ float factors[S::kWalks ? S::kTokens : 1];
   const uint32_t start = shared_address(unaligned), data = (start + kAlignment - 1) / kAlignment * kAlignment;
   const uint32_t full = shared_address(barriers);
-  const Ring ring{data, full, full + kMostStages * 8, shared_address(&sent), p.stage_bytes};
-  const bool sends = S::kSends && p.splits > 1;
+  const Ring ring{data, full, full + kMostStages * 8, p.stage_bytes};
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < p.stages; ++i) {
@@ -149,18 +143,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     prefetch_map(p.codes);
     if (!p.gathers) prefetch_map(p.x);
-    if (sends) {
-      cluster_open(ring.sent);
-      cluster_expect(ring.sent, p.segments * (S::kSumBytes / kPitch * kRows / 2));
-    }
-  }
-  if (sends) {
-    __syncwarp();
-    cluster_announce();
   }
   const int split = static_cast<int>(blockIdx.x % p.splits);
   begin_dependent();
-  if (sends) cluster_wait();
   Tiles<S> tiles(p);
   if constexpr (!S::kWalks) {
     if (tiles.weight < 0) return;  // all blocks of the cluster
@@ -191,7 +176,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
         each_tile([&] { Preparer<S>(p, ring, tiles, own).run(split, turn); });
       }
     }
-    if (p.splits > 1 && !sends) {  // the sums of all blocks are there
+    if (p.splits > 1) {  // the sums of all blocks are there
       __syncwarp();
       cluster_announce_all();
       cluster_wait();
@@ -232,9 +217,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
         multiplier.store(data + (S::kAllInRing ? part % 2 * S::kSumBytes : 0));
       }
     }
-    if (sends) {
-      cluster_receive(ring.sent);
-    } else if (p.splits > 1) {
+    if (p.splits > 1) {
       cluster_announce_all();
       cluster_wait();
     } else {
@@ -243,7 +226,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) packed_gemm_sm90_kern
     write<S>(p, rows, S::kAllInRing ? data : data + p.stages * p.stage_bytes, data, int64_t{tiles.row} * kRows, split,
              tiles.weight);
   }
-  if (p.splits > 1 && !sends) {  // nobody reads here any more
+  if (p.splits > 1) {  // nobody reads here any more
     __syncwarp();
     cluster_announce();
     cluster_wait();

@@ -1,7 +1,6 @@
 // What empties the ring of packed_gemm_sm90.cuh: warps that decode codes, multiply and scale.
 #pragma once
 
-#include "cuda/cluster.cuh"
 #include "cuda/load_shared.cuh"
 #include "cuda/wgmma.cuh"
 #include "gemm/packed_ring_sm90.cuh"
@@ -124,7 +123,7 @@ class Multiplier {
       if constexpr (S::kRunsOn) take_sums<kFold>();
       if (p_.keeps()) {
         if (!S::kAllInRing && (!S::kLastInRing || segment + 1 < (part + 1) * p_.each))
-          keep(S::kSends ? segment : segment % (p_.each * S::kParts));
+          keep(segment % (p_.each * S::kParts));
       } else if constexpr (!S::kRunsOn) {
         join(segment);
       }
@@ -485,30 +484,9 @@ class Multiplier {
 
   // Those of a segment, for who adds up those of all.
   __device__ void keep(int piece) {
-    if (S::kSends && p_.splits > 1) {
-      send(piece);
-    } else {
-      store(kept() + piece * S::kSumBytes);
-    }
+    store(kept() + piece * S::kSumBytes);
 #pragma unroll
     for (float& x : total) x = kNothing;
-  }
-
-  // To the blocks that write them: those of even tokens to the first, of odd ones to the second.
-  __device__ void send(int piece) {
-    const int lane = threadIdx.x % 32, row = warp_ * 16 + lane / 4;
-    const uint32_t own = kept() + piece * (S::kSumBytes / 2) + (lane % 4 * kPitch + row) * 4;
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const uint32_t to = cluster_address(own, block), barrier = cluster_address(ring_.sent, block);
-#pragma unroll
-      for (int i = block; i < kSums; i += 2) send_to(to + (i / 4 * 4 * kPitch + i / 2 % 2 * 8) * 4, total[i], barrier);
-    }
-  }
-  __device__ static void send_to(uint32_t address, float x, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-                 "r"(__float_as_uint(x)), "r"(barrier)
-                 : "memory");
   }
 
   // Adds those of a segment to those of the segments before.

@@ -70,8 +70,6 @@ struct Shape {
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.  Those of both parts of 64 tokens, which have one segment each, lie there, too: that leaves room for more stages.
   static constexpr bool kLastInRing = kTokens > 64, kAllInRing = kTokens == 64 && kParts == 2;
-  // Two blocks that share the columns send each other their sums of half of the tokens; otherwise they read them.
-  static constexpr bool kSends = !kLastInRing && !kAllInRing;
   static constexpr int kSumBytes = kTokens * kPitch * 4;
   using OfOnePart = Shape<T, kKind_, kTokens_, kMinima, 1>;
 
@@ -144,7 +142,7 @@ struct Problem {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 struct Ring {
-  uint32_t data, full, empty, sent;  // addresses in shared memory
+  uint32_t data, full, empty;  // addresses in shared memory
   int stage_bytes;
 
   __device__ uint32_t at(const Turn& turn) const { return data + turn.stage * stage_bytes; }
