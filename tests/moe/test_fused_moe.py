@@ -300,7 +300,7 @@ def test_more_tiles_than_blocks(array, name, tokens):
 
 
 @pytest.mark.parametrize("name", ["int4", "int4 in groups of 32", "gguf 12"])
-@pytest.mark.parametrize(("hidden", "inner"), [(256, 160), (512, 384)])
+@pytest.mark.parametrize(("hidden", "inner"), [(320, 416), (512, 384)])
 def test_many_pairs(array, name, hidden, inner):
     """Experts with any number of pairs, none among them: a token has the bits that it has among few."""
     tokens, experts = (1500, 9) if array.device == "cuda" else (150, 9)

@@ -21,19 +21,21 @@ namespace pykv {
 namespace scaled_mm {
 namespace {
 
+// What scales are of.  kLines: of rows and of columns, or of all.  kBlocks: of blocks of k, those of neighbouring rows side by side.
+// kStridedBlocks: of blocks of k, which may lie anywhere, and warps of their own bring them.  kGroups: of lines or of blocks, and rows
+// are in groups, each of which has a weight; a block has two teams.
+enum class Scales { kLines, kBlocks, kStridedBlocks, kGroups };
+
 // A team of kGroups warpgroups, each of kParts times 64 rows, and kColumns columns.  With one part the next block of k is multiplied while
 // one is added.  With two there are no registers for that, and the other warpgroup multiplies; so it does with scales of blocks, where
 // that is faster.
-// kStrided: scales of rows may lie anywhere, and warps of their own bring all scales.
-// kGrouped: rows are in groups, each of which has a weight; a block has two teams.
-template <int kGroups_, int kParts_, int kStages_, int kPieces_, bool kStrided_, bool kGrouped_ = false,
-          int kColumns_ = 128>
+template <int kGroups_, int kParts_, int kStages_, int kPieces_, Scales kScalesOf, int kColumns_ = 128>
 struct ManyShape {
-  static constexpr bool kStrided = kStrided_, kGrouped = kGrouped_;
+  static constexpr bool kGrouped = kScalesOf == Scales::kGroups, kStrided = kScalesOf == Scales::kStridedBlocks;
+  static constexpr bool kHasBlocks = kScalesOf != Scales::kLines;
   static constexpr int kGroups = kGroups_, kParts = kParts_, kStages = kStages_, kTeams = kGrouped ? 2 : 1;
   static constexpr int kRows = 64 * kGroups * kParts, kColumns = kColumns_;
-  static constexpr bool kOfBlocks = kColumns == ScaledMmArgs::kBlock;  // scales may be those of blocks
-  static constexpr int kWarps = 4 * kGroups * kTeams;                  // that multiply
+  static constexpr int kWarps = 4 * kGroups * kTeams;  // that multiply
   static constexpr int kThreads = 32 * kWarps + 128;
   // Columns that a warp writes at once, and how many of them the last box of 64 has.
   static constexpr int kPieces = kPieces_, kPiece = (kColumns + 63) / 64 * 64 / kPieces,
@@ -41,7 +43,7 @@ struct ManyShape {
   // Of a stage: those of rows, and where they are strided one of columns.  What the copy engine brings lies at multiples of 128 bytes,
   // and comes from multiples of 16: where a group may begin at any row, so many come that the tile's are among them.
   static constexpr int kScaleBox = kGrouped ? kRows + 4 : kRows;
-  static constexpr int kScales = !kOfBlocks ? 0 : kStrided ? kRows + 4 : (kScaleBox + 31) / 32 * 32;
+  static constexpr int kScales = !kHasBlocks ? 0 : kStrided ? kRows + 4 : (kScaleBox + 31) / 32 * 32;
   // In shared memory.
   static constexpr uint32_t kRowBytes = kRows * kLine, kColumnBytes = kColumns * kLine, kWarpBytes = 16 * kPiece * 2;
   static constexpr uint32_t kColumnsAt = kStages * kRowBytes, kStagingAt = kColumnsAt + kStages * kColumnBytes;
@@ -51,19 +53,24 @@ struct ManyShape {
   static constexpr uint32_t kTeamBytes = (kEmptyAt + kStages * 8 + 1023) / 1024 * 1024;
   static constexpr uint32_t kBytes = kTeams * kTeamBytes;  // and those of count_tiles()
   static_assert(kBytes + (kGrouped ? (RowGroups::kMost + 1) * 4 : 0) <= 227 << 10 && kPiece % 64 == 0 &&
-                !(kStrided && kGrouped) && (kOfBlocks || kPiece == 64));
+                (kColumns == ScaledMmArgs::kBlock || (!kHasBlocks && kPiece == 64)));
 };
 
 struct ManyOperands {
   CUtensorMap rows, columns, out, row_scales;
   Problem p;
   int m, n, blocks;
-  bool in_blocks, is_bfloat16;
+  bool in_blocks, is_bfloat16;                         // in_blocks: of groups
   int lines;                                           // rows of a tile that are there
   uint32_t band;                                       // of groups: see for_tiles()
   int rows_each, columns_each, out_each, scales_each;  // lines of the maps from a group to the next
   CUtensorMap out_last;                                // boxes of kLastBox columns
 };
+
+template <class S>
+__device__ bool in_blocks(const ManyOperands& o) {
+  return S::kGrouped ? o.in_blocks : S::kHasBlocks;
+}
 
 // Rows [row, end_row) of out, of a group's matrix if groups are apart.
 struct ManyTile {
@@ -125,7 +132,7 @@ __device__ void for_tiles(const ManyOperands& o, const int32_t* before, int team
 template <class S>
 __device__ void fill(const ManyOperands& o, uint32_t shared, const int32_t* before, int team) {
   StraightTurn<S::kStages> turn;
-  const bool with_scales = S::kOfBlocks && !S::kStrided && o.in_blocks;
+  const bool with_scales = !S::kStrided && in_blocks<S>(o);
   const uint32_t bytes = o.lines * kLine + S::kColumnBytes + (with_scales ? S::kScaleBox * 4 : 0);
   for_tiles<S, false>(o, before, team, [&](const ManyTile& t) {
     const int row = t.row + t.group * o.rows_each, column = t.column + t.group * o.columns_each;
@@ -205,7 +212,7 @@ struct ManyMultiplier {
     const uint32_t stage = turn.stage;
     if constexpr (kPart == 0) wait_for(shared + S::kFullAt + stage * 8, turn.parity);
     float of_rows[2] = {1.0f, 1.0f}, of_column = 1.0f;
-    if (S::kOfBlocks && o.in_blocks) {
+    if (in_blocks<S>(o)) {
       const uint32_t scales = shared + S::kScalesAt + stage * S::kScales * 4;
       const uint32_t mine = scales + (kPart * S::kGroups * 64 + warp * 16 + lane / 4) * 4 + skipped;
       if constexpr (S::kStrided) of_column = load_shared_float(scales + S::kRows * 4);
@@ -230,8 +237,8 @@ struct ManyMultiplier {
   template <int kPart, int kLater>
   __device__ void end(float (&sum)[kSums], Pending& pending, const ManyTile& t, int block) {
     constexpr bool kLast = kPart == S::kParts - 1;
-    if constexpr (S::kOfBlocks && !S::kStrided) {
-      if (o.in_blocks) {
+    if constexpr (!S::kStrided) {
+      if (in_blocks<S>(o)) {
         const float of_column = __shfl_sync(~0u, of_columns[0], block % 32);
         pending.scale[0] *= of_column;
         pending.scale[1] *= of_column;
@@ -411,15 +418,13 @@ struct ManyMultiplier {
   }
 
   __device__ void run() {
-    [[maybe_unused]] constexpr bool kScalesAll =
-        S::kParts == 1 || S::kGrouped;  // scales may be others than those of blocks
     for_tiles<S, true>(o, before, team, [&](const ManyTile& t) {
       if constexpr (S::kGrouped) {
         turn = {static_cast<uint32_t>(of_warp<true>(turn.stage)), static_cast<uint32_t>(of_warp<true>(turn.parity))};
         find_written(t);
       }
       skipped = S::kGrouped ? t.row % 4 * 4 : 0;
-      if (!S::kOfBlocks || (kScalesAll && !o.in_blocks)) {
+      if (!in_blocks<S>(o)) {
         if constexpr (S::kParts == 1) load_factors(t, 0);
         if constexpr (S::kParts > 1) prefetch_factors(t);
       } else if constexpr (!S::kStrided) {
@@ -430,12 +435,12 @@ struct ManyMultiplier {
       for (int part = 0; part < S::kParts; ++part)
 #pragma unroll
         for (float& x : total[part]) x = 0.0f;
-      if (S::kParts > 1 || (S::kOfBlocks && S::kGroups > 1 && o.in_blocks)) {
+      if (S::kParts > 1 || (S::kGroups > 1 && in_blocks<S>(o))) {
         multiply_plain(t);
       } else {
         multiply_rolling(t);
       }
-      if (!S::kOfBlocks || (kScalesAll && !o.in_blocks)) scale_all(t);
+      if (!in_blocks<S>(o)) scale_all(t);
       if (o.is_bfloat16) {
         store<bf16>(t);
       } else {
@@ -456,7 +461,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) scaled_mm_many_sm90_kernel(con
 #pragma unroll 1
     for (int i = 0; i < S::kStages * S::kTeams; ++i) {
       const uint32_t at = shared + i / S::kStages * S::kTeamBytes + i % S::kStages * 8;
-      mbarrier_init(at + S::kFullAt, S::kStrided && o.in_blocks ? 1 + 32 : 1);
+      mbarrier_init(at + S::kFullAt, S::kStrided ? 1 + 32 : 1);
       mbarrier_init(at + S::kEmptyAt, 4 * S::kGroups);
     }
     fence_async_proxy();
@@ -473,7 +478,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) scaled_mm_many_sm90_kernel(con
     if constexpr (S::kWarps > 4) give_registers<40>();
     const int mine = warp - S::kWarps;
     if (mine < S::kTeams && lane == 0) fill<S>(o, shared + mine * S::kTeamBytes, before, mine);
-    if (S::kStrided && o.in_blocks && mine > 0) fill_scales<S>(o, shared, mine - 1);
+    if (S::kStrided && mine > 0) fill_scales<S>(o, shared, mine - 1);
   } else {
     if constexpr (S::kWarps > 4) take_registers<232>();
     constexpr int kOfTeam = 4 * S::kGroups;
@@ -557,7 +562,7 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
       !make_tensor_map(o.out, args.out, {2 * args.n, out_lines}, {2 * out_stride}, {16}) ||
       (S::kLastBox < 64 && !map_last_columns(o.out_last, args.out, S::kLastBox, args.n, out_lines, 2 * out_stride)))
     return false;
-  if (!S::kStrided && o.in_blocks && !map_row_scales(o, args, S::kScaleBox, matrices)) return false;
+  if (!S::kStrided && args.in_blocks && !map_row_scales(o, args, S::kScaleBox, matrices)) return false;
   const auto most = static_cast<int64_t>(num_sms(launch.device));
   launch_dependent_shared(scaled_mm_many_sm90_kernel<S>, dim3(static_cast<unsigned>(tiles < most ? tiles : most)),
                           dim3(S::kThreads), S::kBytes + (S::kGrouped ? (count + 1) * 4 : 0), launch, "scaled_mm", o);
@@ -580,18 +585,23 @@ bool launch_many_sm90(const ScaledMmArgs& args, const Launch& launch) {
   };
   if (groups.count > 0) {
     if (groups.expected_rows <= 64 || 4 * rounds(64, 2 * sms) < 5 * rounds(128, 2 * sms))
-      return launch_shape<ManyShape<1, 1, 4, 2, false, true>>(args, launch);
-    return launch_shape<ManyShape<1, 2, 3, 2, false, true>>(args, launch);
+      return launch_shape<ManyShape<1, 1, 4, 2, Scales::kGroups>>(args, launch);
+    return launch_shape<ManyShape<1, 2, 3, 2, Scales::kGroups>>(args, launch);
   }
   if (args.m <= 64) return false;
-  if (5 * rounds(64, sms) < 8 * rounds(128, sms)) return launch_shape<ManyShape<1, 1, 8, 1, true>>(args, launch);
-  // Tiles of 256 rows read least, and are for scales of blocks only; they pay if k is long.
-  if (args.in_blocks && args.k >= 4096 && 40 * rounds(256, sms) <= 21 * rounds(128, sms))
-    return launch_shape<ManyShape<2, 2, 4, 2, false>>(args, launch);
+  const bool is_low = 5 * rounds(64, sms) < 8 * rounds(128, sms);
+  if (args.in_blocks) {
+    if (is_low) return launch_shape<ManyShape<1, 1, 8, 1, Scales::kStridedBlocks>>(args, launch);
+    // Tiles of 256 rows read least; they pay if k is long.
+    if (args.k >= 4096 && 40 * rounds(256, sms) <= 21 * rounds(128, sms))
+      return launch_shape<ManyShape<2, 2, 4, 2, Scales::kBlocks>>(args, launch);
+    return launch_shape<ManyShape<2, 1, 5, 1, Scales::kBlocks>>(args, launch);
+  }
+  if (is_low) return launch_shape<ManyShape<1, 1, 8, 1, Scales::kLines>>(args, launch);
   // Few rounds, the last of which would leave many idle.
-  if (!args.in_blocks && 35 * rounds(128, sms, 112) <= 36 * rounds(128, sms))
-    return launch_shape<ManyShape<2, 1, 7, 2, false, false, 112>>(args, launch);
-  return launch_shape<ManyShape<2, 1, 5, 1, false>>(args, launch);
+  if (35 * rounds(128, sms, 112) <= 36 * rounds(128, sms))
+    return launch_shape<ManyShape<2, 1, 7, 2, Scales::kLines, 112>>(args, launch);
+  return launch_shape<ManyShape<2, 1, 5, 1, Scales::kLines>>(args, launch);
 }
 
 }  // namespace scaled_mm

@@ -138,7 +138,7 @@ struct Problem {
     const uint32_t height = min(kBand, all - band * kBand);
     column_tile = within / height;
     const int64_t row_tile = band * kBand + within % height;
-    tile = {row_tile * tile_rows, args.m, 0, 0};
+    tile = {row_tile * tile_rows, min((row_tile + 1) * tile_rows, args.m), 0, 0};
     const RowGroups& groups = args.groups;
     if (groups.count == 0) return true;
     if (groups.of_rows.data) {

@@ -228,6 +228,8 @@ class Groups {
         real_(args.width / args.group_size),
         at_once_(std::clamp<int64_t>(kElementsAtOnce / args.group_size, 1, kAtOnce)),
         given_(args.given),
+        rows_in_lines_((reinterpret_cast<uintptr_t>(args.out) | static_cast<uint64_t>(args.out_rows.stride0)) % kLine ==
+                       0),
         tiles_(args.codes == QuantCode::kE4M3 ? args.rows * args.width : 0),
         // Small groups and codes of four bits are bound by arithmetic, and quicker through the caches.
         writer_(args.rows * args.width > kWorthStreaming && args.group_size <= kElementsAtOnce &&
@@ -244,9 +246,9 @@ class Groups {
     return is_float(args) && args.rows >= kRowsOfLine && (rows.size1 | rows.size2 | rows.stride0) == 1 &&
            args.scale_group != 1 && !args.scale_four && !args.tile_bits && !args.valid.counts.data;
   }
-  // Pieces: up to 16 rows by up to at_once_ groups.
+  // Pieces: up to 16 rows by up to across() groups.
   int64_t pieces() const {
-    return (args_.tile_bits ? (args_.rows + 127) / 128 * 8 : (args_.rows + kRowsOfLine - 1) / kRowsOfLine) * across();
+    return (args_.tile_bits ? (args_.rows + 127) / 128 * 8 : (args_.rows + kRowsOfLine - 1) / kRowsOfLine) * in_row();
   }
   void take_pieces(int64_t begin, int64_t end) {
     in_lines_ = true;
@@ -257,13 +259,17 @@ class Groups {
       std::copy_n(places + kRowsOfLine, kRowsOfLine, places);
       find_places(piece + 1, places + kRowsOfLine);
       const int64_t first = first_row(piece), group = first_group(piece),
-                    all = std::min(args_.groups() - group, at_once_), real = std::clamp<int64_t>(real_ - group, 0, all);
+                    all = std::min(args_.groups() - group, across()), real = std::clamp<int64_t>(real_ - group, 0, all),
+                    parts = (all + at_once_ - 1) / at_once_;
       first_group_ = group;
       if (args_.tile_bits) __builtin_memset(lines_, 0, static_cast<size_t>(all / 4 * kLine));
       int64_t there = 0;
       for (; there < kRowsOfLine && first + row_of_line(there) < args_.rows; ++there) {
-        ahead_ = places[there + steps] - places[there];
-        if (real > 0) encode(first + row_of_line(there), group, real);
+        for (int64_t part = 0; part * at_once_ < real; ++part) {
+          const int64_t later = there * parts + part + steps, now = part * at_once_;
+          ahead_ = places[later / parts] - places[there] + (later % parts - part) * at_once_ * args_.group_size;
+          encode(first + row_of_line(there), group + now, std::min(at_once_, real - now));
+        }
         if (real < all) pad_codes(first + row_of_line(there), group + real, all - real);
       }
       if (args_.tile_bits) {
@@ -293,12 +299,17 @@ class Groups {
  private:
   static constexpr int64_t kRowsOfLine = 16;
 
-  int64_t across() const { return (args_.groups() + at_once_ - 1) / at_once_; }
+  // Groups of a piece.  Where codes do not begin with lines, as many as there is room for: what follows in a row shares one.
+  int64_t across() const {
+    if (!writer_.streamed() || rows_in_lines_) return at_once_;
+    return std::max<int64_t>(1, kAtOnce * (args_.tile_bits ? 4 : 1) / at_once_) * at_once_;
+  }
+  int64_t in_row() const { return (args_.groups() + across() - 1) / across(); }
   int64_t first_row(int64_t piece) const {
-    const int64_t lines = piece / across();
+    const int64_t lines = piece / in_row();
     return args_.tile_bits ? lines / 8 * 128 + lines % 8 * 4 : lines * kRowsOfLine;
   }
-  int64_t first_group(int64_t piece) const { return piece % across() * at_once_; }
+  int64_t first_group(int64_t piece) const { return piece % in_row() * across(); }
   int64_t row_of_line(int64_t i) const { return args_.tile_bits ? i / 4 * 32 + i % 4 : i; }
   static bool is_float(const GroupQuantArgs& args) {
     return args.rule.kind == QuantScale::kFloat || args.rule.kind == QuantScale::kPowerOfTwo;
@@ -538,6 +549,7 @@ class Groups {
   const bool nibbles_;
   const int64_t real_, at_once_;
   const float given_;
+  const bool rows_in_lines_;  // they begin with one
   const TileEncoder<T, TimesInverse, 448> tiles_;
   LineWriter writer_;
   std::vector<Line> values_;
