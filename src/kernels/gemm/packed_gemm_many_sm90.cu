@@ -32,9 +32,10 @@ namespace packed_many_sm90 {
 inline constexpr int kRows = 128, kUnit = PackedWeight::kUnit,
                      kLine = 128;  // of a tile; columns of a stage; bytes of a line
 inline constexpr int kThreads = 4 * 128;
-inline constexpr int kPiece = 32;    // tokens that a warpgroup writes at once, to one of two places
-inline constexpr int kOfBox = 32;    // tokens whose x a decoding warp asks for, where there are groups
-inline constexpr int kPrefetch = 4;  // units
+inline constexpr int kPiece = 32;       // tokens that a warpgroup writes at once, to one of two places
+inline constexpr int kOfBox = 32;       // tokens whose x a decoding warp asks for, where there are groups
+inline constexpr int kLowTokens = 192;  // of a group, on average: up to here tiles are low
+inline constexpr int kPrefetch = 4;     // units
 inline constexpr uint32_t kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
 
 // Shared memory of a block.  kTokens: of a tile, at most.  kMostParked: of a lane's sums of all segments so far, in shared memory.
@@ -55,17 +56,18 @@ inline constexpr uint32_t kMostShared = 227 << 10;
 // kOut: tokens have one weight; or groups of them lie one behind another, each with a weight of its own, and out is silu_and_mul of
 // the product, or not.
 enum class Out { kOfOne, kOfGroups, kOfGroupsActivated };
-template <class T, CodeKind kKind_, bool kScales_, Out kOut>
-struct Shape : std::conditional_t<kOut == Out::kOfOne, Layout<256, 3, 76>, Layout<192, 4, 64>> {
+// kIsLow: groups have few tokens: lower tiles, more stages.
+template <class T, CodeKind kKind_, bool kScales_, Out kOut, bool kIsLow = false>
+struct Shape : std::conditional_t<kIsLow, Layout<192, 4, 64>, Layout<256, 3, 76>> {
   // Units whose codes are loaded at once: decoding waits for them where a tile has few products.
-  static constexpr int kSlots = kOut == Out::kOfOne ? 2 : 3;
+  static constexpr int kSlots = kIsLow ? 3 : 2;
   static constexpr bool kGroups = kOut != Out::kOfOne, kActivates = kOut == Out::kOfGroupsActivated;
   using Element = T;
   using Code = Codes<T, kKind_>;
   static constexpr CodeKind kKind = kKind_;
   static constexpr bool kScales = kScales_;
   // Registers.
-  static constexpr int kOfMultipliers = kOut != Out::kOfOne  ? 168
+  static constexpr int kOfMultipliers = kIsLow               ? 168
                                         : Code::kPlanes == 2 ? 192
                                                              : 200,
                        kOfDecoders = 256 - kOfMultipliers;
@@ -255,7 +257,7 @@ class Decoder {
       run_unit<Folds, kBytes>(1, at);
       if (at.advance()) enter();
       if (!at.inside()) break;
-      if constexpr (S::kGroups) {
+      if constexpr (S::kSlots == 3) {
         run_unit<Folds, kBytes>(2, at);
         if (at.advance()) enter();
         if (!at.inside()) break;
@@ -352,7 +354,7 @@ class Decoder {
   __device__ __forceinline__ void run_unit(int slot, const Cursor<S>& at) {
     Words& given = words_[slot];
     constexpr int kAhead = S::kSlots - 1;
-    if constexpr (S::kGroups) load(words_[(slot + kAhead) % S::kSlots], (slot + kAhead) % S::kSlots);
+    if constexpr (S::kSlots == 3) load(words_[(slot + kAhead) % S::kSlots], (slot + kAhead) % S::kSlots);
     cp_async_wait<S::kSlots - 1>();
     __syncwarp();
     // Where groups have 16 columns, two lanes of a row have one each.
@@ -395,7 +397,7 @@ class Decoder {
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
-    if constexpr (!S::kGroups) load(given, slot);
+    if constexpr (S::kSlots == 2) load(given, slot);
   }
 
   const Problem& p_;
@@ -432,7 +434,9 @@ class Multiplier {
         unit = __ldg(reinterpret_cast<const float*>(p_.weight.data + (S::kGroups ? at.group * p_.weight_stride : 0) +
                                                     PackedWeight::kGlobalScaleAt));
       if constexpr (S::kGroups) {
-        if (at.count > 144)
+        if (S::kTokens > 192 && at.count > 192) {
+          if constexpr (S::kTokens > 192) run_tile<128, 128>(at, unit);
+        } else if (at.count > 144)
           run_tile<128, 64>(at, unit);
         else if (at.count > 128)
           run_tile<128, 16>(at, unit);
@@ -747,7 +751,8 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
   return true;
 }
 
-// The instance for a weight: none where sums of groups of columns are scaled, nor, of groups of tokens, where codes are no int4.
+// The instance for a weight: none where sums of groups of columns are scaled; of groups of tokens, int4 alone, with scales of float16 in
+// groups of 64 columns or more.
 template <Out kOut>
 bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks, const Launch& launch) {
   const PackedWeight& w = args.weight;
@@ -760,6 +765,11 @@ bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segm
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, bool kScales = false>() {
+      if constexpr (kOut != Out::kOfOne)
+        if (args.num_rows <= groups.count * kLowTokens) {
+          was_launched = launch_shape<Shape<T, kKind, kScales, kOut, true>>(args, groups, segments, asks, launch);
+          return;
+        }
       was_launched = launch_shape<Shape<T, kKind, kScales, kOut>>(args, groups, segments, asks, launch);
     };
     [[maybe_unused]] const bool is_table = w.codes_kind == CodeKind::kTable16;
@@ -768,6 +778,7 @@ bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segm
         return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
       if (!is_folded<T>(w, groups.begins)) return;
+      if (groups.begins && (w.minima || w.scales_kind != ScaleKind::kF16 || w.steps_of_a_group() != 4)) return;
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if constexpr (kOut == Out::kOfOne) {
         if (is_table) return run.template operator()<CodeKind::kTable16>();
