@@ -112,6 +112,14 @@ def test_padding(array, dtype):
     run(array, rows((70, 1040), dtype), more=70)  # some of what is made at once has nothing but padding
 
 
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_padding_alone(swizzled):
+    q, s = np.full((130, 16), 0xAA, np.uint8), np.full((256 if swizzled else 130, 4), 0x77, np.uint8)
+    pykv.scaled_fp4_quant(q, s, np.zeros((130, 0), FLOATS[1]), 30.0, swizzled)
+    assert not q.any()
+    assert not s.any()
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 16), (5, 80), (8, 64), (31, 128), (130, 160)])
 def test_tiles_of_8_rows(array, dtype, shape):

@@ -576,7 +576,8 @@ void group_quant_cpu(const GroupQuantArgs& args, const Launch& launch) {
       tables.emplace_back(args, args.globals ? args.globals[e] : float{args.given}, args.rows * args.width / experts);
     if (Groups<T>::by_lines(args)) {
       const int64_t pieces = Groups<T>(args, tables, report).pieces();
-      return parallel_for(pieces, std::max<int64_t>(1, pieces * kElementsWorthAThread / (args.rows * args.width)),
+      const int64_t elements = std::max<int64_t>(1, args.rows * args.width);  // there may be padding alone
+      return parallel_for(pieces, std::max<int64_t>(1, pieces * kElementsWorthAThread / elements),
                           [&](int64_t begin, int64_t end) { Groups<T>(args, tables, report).take_pieces(begin, end); });
     }
     parallel_for(args.rows * args.groups(), std::max<int64_t>(1, kElementsWorthAThread / args.group_size),
