@@ -284,16 +284,16 @@ def ggml_mul_mat_vec_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
     def pack() -> PackedWeight:
         return pack_gguf(checked("W", W, ["uint8"], (row, None)), quant_type)
 
-    return in_float32(lambda x: multiply("X", x, W, (), (quant_type, row), pack), X)
+    return through_bfloat16(lambda x: multiply("X", x, W, (), (quant_type, row), pack), X)
 
 
 def ggml_mul_mat_a8(W: Array, X: Array, quant_type: int, row: int) -> Any:
-    """The same."""
+    """The same as :func:`ggml_mul_mat_vec_a8`."""
     return ggml_mul_mat_vec_a8(W, X, quant_type, row)
 
 
-def in_float32(product: Callable[[Any], Any], x: Any) -> Any:
-    """A product of ``x``, which where that is float32 is one of bfloat16, with a result of float32."""
+def through_bfloat16(product: Callable[[Any], Any], x: Any) -> Any:
+    """``product(x)``; where ``x`` is float32, that of ``x`` rounded to bfloat16, with the result in float32."""
     shape, dtype = spec_of(an_array("X", x))
     if dtype != "float32":
         return product(x)

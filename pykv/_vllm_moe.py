@@ -12,7 +12,7 @@ import numpy as np
 import pykv
 from pykv._libraries import empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import in_float32
+from pykv._vllm_gemm import through_bfloat16
 from pykv._vllm_packed import packed_once
 from pykv.gemm import pack_gguf, stack_packed
 from pykv.packed_gguf import GGUF_TYPES
@@ -110,7 +110,7 @@ def ggml_moe_a8(
         pykv.fused_moe_gemm(out, x, w.data, None, *maps, top_k, _BLOCK, None, w.format)
         return out
 
-    return in_float32(multiply, X)
+    return through_bfloat16(multiply, X)
 
 
 def ggml_moe_a8_vec(X: Array, W: Array, topk_ids: Array, top_k: int, quant_type: int, row: int, tokens: int) -> Any:

@@ -61,9 +61,11 @@ class PackedWeight:
             TypeError: it is no array of bytes.
         """
         array = an_array("data", data)
-        begins = array[:, :HEADER] if len(array.shape) == 2 else array[:HEADER]
-        octets = checked("data", begins, ["uint8"], (None,) * min(2, len(array.shape)))
-        headers = [row.tobytes() for row in octets.reshape(-1, octets.shape[-1])]
+        rank = len(array.shape)
+        if rank not in (1, 2):
+            raise ValueError(f"data: must have 1 or 2 dimensions, got shape {list(array.shape)}")
+        octets = checked("data", array[..., :HEADER], ["uint8"], (None,) * rank)
+        headers = [row.tobytes() for row in np.atleast_2d(octets)]
         if not headers or len(headers[0]) < HEADER or not headers[0].startswith(_MAGIC):
             raise ValueError("data: does not begin with the header of a packed weight")
         if any(header[:_TABLE_AT] != headers[0][:_TABLE_AT] for header in headers):
@@ -268,6 +270,11 @@ def checked(name: str, array: Any, dtypes: Sequence[str], shape: Sequence[int | 
 
 
 def an_array(name: str, array: Any) -> Any:
+    """The array as it is, or in NumPy what has no more than ``__dlpack__``.
+
+    Raises:
+        TypeError: it is no array.
+    """
     if hasattr(array, "dtype") and hasattr(array, "shape"):
         return array
     if hasattr(array, "__dlpack__"):  # pykv.from_pointer
@@ -276,7 +283,7 @@ def an_array(name: str, array: Any) -> Any:
 
 
 def in_float16(scales: Factor) -> Factor:
-    """Scales of bfloat16 as float16, for which Hopper has quicker kernels, where all are the same number in it."""
+    """Scales of bfloat16 as float16, for which Hopper has quicker kernels, where float16 holds all of them exactly."""
     if scales.kind != "bf16":
         return scales
     numbers = scales.in_float32()
@@ -286,7 +293,7 @@ def in_float16(scales: Factor) -> Factor:
 
 
 def in_bfloat16(weight: PackedWeight) -> PackedWeight:
-    """What :func:`in_float16` has done, undone; a weight whose scales bfloat16 does not hold as it is."""
+    """A weight with its scales of float16 as bfloat16, where that holds all of them exactly; others as they are."""
     kind, scales, _, n, _, group, padded, *_ = weight.format.split(".")
     if scales != "f16":
         return weight

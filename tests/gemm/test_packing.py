@@ -178,14 +178,26 @@ def test_experts_whose_scales_float16_holds_stand_beside_others() -> None:
         pykv.packed_gemm(outs[1], x, weights[e].data, weights[e].format)
         assert (outs[0] == outs[1]).all()
     narrow = pack_integers(codes[0], np.full((N, 2), 1.0009765625, np.float16), group_size=32)
-    with pytest.raises(ValueError, match="weights: must be of one format"):
-        stack_packed([narrow, weights[1]])
+    of_64 = pack_integers(codes[0], np.ones((N, 1), np.float16), group_size=64)
+    for others, message in (
+        ([narrow, weights[1]], "weights: must be of one format"),
+        ([weights[0], of_64], f"of one format, got .'{weights[0].format}', '{of_64.format}'"),
+        ([stack, of_64], r"weights: must have shape \[any\], got \[3, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stack_packed(others)
 
 
 def test_memory_that_another_library_owns_is_packed_as_an_array_is() -> None:
     weight = GIVEN[pack_gguf]["weight"]
     borrowed = pykv.from_pointer(weight.ctypes.data, weight.shape, "uint8", device="cpu", owner=weight)
     assert (pack_gguf(borrowed, 2).data == pack_gguf(weight, 2).data).all()
+
+
+def test_what_has_no_memory_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="weight: must be on a device, got an array of torch on meta"):
+        pack_gguf(torch.empty((N, 36), dtype=torch.uint8, device="meta"), 2)
 
 
 def test_a_stack_can_be_saved(tmp_path: Path) -> None:
@@ -214,6 +226,8 @@ def test_stacks_and_halves_want_packed_weights() -> None:
         (w.data.view(np.int8), TypeError),
         (w.data[None, None], ValueError),
         (w.data[:200], ValueError),
+        (w.data[:0], ValueError),
+        (w.data[0], ValueError),
         ([1], TypeError),
     ):
         with pytest.raises(error, match="data: "):

@@ -192,8 +192,8 @@ def test_packed(array, dtype, name, tokens):
     bias = normal(5, 5, 128, dtype=dtype)
     formats = {"w1_format": first.format, "w2_format": second.format}
     out = run(array, x, first.data, second.data, weights, ids, w1_bias=bias, **formats)
-    is_rounded = name == "int4" and dtype != np.float16 and array.device == "cuda"  # weights are
-    compare(out, *reference.experts(x, w1, w2, weights, ids, w1_bias=bias), times=1 + is_rounded)
+    weights_are_rounded = name == "int4" and dtype != np.float16 and array.device == "cuda"
+    compare(out, *reference.experts(x, w1, w2, weights, ids, w1_bias=bias), times=1 + weights_are_rounded)
 
 
 @dtypes
@@ -237,8 +237,10 @@ def test_few_pairs(array, dtype, zeros, hidden, inner, group, k, experts):
         part = run(array, x[some], first.data, second.data, weights[some], ids[some], **formats, **options)
         np.testing.assert_array_equal(part.view("u2"), whole[some].view("u2"))
     options["on_input"] = options.pop("apply_router_weight_on_input")
-    is_rounded = not zeros and dtype != np.float16 and array.device == "cuda"  # weights are
-    compare(part, *reference.experts(x[some], w1, w2, weights[some], ids[some], **options), times=1 + is_rounded)
+    weights_are_rounded = not zeros and dtype != np.float16 and array.device == "cuda"
+    compare(
+        part, *reference.experts(x[some], w1, w2, weights[some], ids[some], **options), times=1 + weights_are_rounded
+    )
 
 
 def test_few_pairs_report_ids(array):
@@ -274,8 +276,8 @@ def test_packed_beside_plain(array, name):
     out = run(array, x, first.data, w2, weights, ids, w1_format=first.format, activation="silu_no_mul")
     if name == "nf4":
         w1 = w1.astype(np.float16).astype(np.float64)  # more than its table is
-    is_rounded = name.startswith("gguf") and array.device == "cuda"  # weights are
-    compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"), times=2 if is_rounded else 1)
+    weights_are_rounded = name.startswith("gguf") and array.device == "cuda"
+    compare(out, *reference.experts(x, w1, w2, weights, ids, "silu_no_mul"), times=1 + weights_are_rounded)
 
 
 @pytest.mark.parametrize("name", [*PACKED, "nf4", "gguf 12", "gguf 14"])
@@ -330,8 +332,12 @@ def test_many_pairs(array, name, hidden, inner):
         np.testing.assert_array_equal(part.view("u2"), whole[some].view("u2"))
     biases = {name: options[name] for name in ("w1_bias", "w2_bias")}
     some = slice(tokens - 60, tokens)
-    is_rounded = array.device == "cuda"  # weights are
-    compare(whole[some], *reference.experts(x[some], w1, w2, weights[some], ids[some], **biases), times=1 + is_rounded)
+    weights_are_rounded = array.device == "cuda"
+    compare(
+        whole[some],
+        *reference.experts(x[some], w1, w2, weights[some], ids[some], **biases),
+        times=1 + weights_are_rounded,
+    )
 
 
 @pytest.mark.parametrize("kind", ["plain", "int4"])

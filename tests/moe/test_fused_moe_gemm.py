@@ -101,8 +101,8 @@ def test_blocks_of_all_sizes_give_the_same_bits(array, dtype, zeros, group):
         np.testing.assert_array_equal(results[-1].view("u2"), results[0].view("u2"))
     some = slice(-50, None)
     of_pairs = factors[some].reshape(-1)
-    rounded = not zeros and dtype != np.float16 and array.device == "cuda"
-    compare(results[0][-100:], x[some], decoded, ids[some], of_pairs, bias.astype(np.float64), rounded)
+    weights_are_rounded = not zeros and dtype != np.float16 and array.device == "cuda"
+    compare(results[0][-100:], x[some], decoded, ids[some], of_pairs, bias.astype(np.float64), weights_are_rounded)
 
 
 def test_experts_that_are_none(array):
