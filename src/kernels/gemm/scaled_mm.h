@@ -36,7 +36,7 @@ struct MmScales {
   }
 };
 
-// Scales, on the device of the call; one alone may be on the host, which on_host says if the call is on CUDA.
+// Reads scales, which lie on the device of the call; one element may lie on the host.  on_host: so it does, and the call is on CUDA.
 Tensor read_scales(Call& call, const char* name, const DLTensor* given, bool& on_host);
 
 // Of blocks of rows of a, checked: [rows, blocks of k] floats or bytes, or words of four bytes; of groups' own matrices with them before.

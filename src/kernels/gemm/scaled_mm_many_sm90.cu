@@ -60,8 +60,8 @@ struct ManyOperands {
   CUtensorMap rows, columns, out, row_scales;
   Problem p;
   int m, n, blocks;
-  bool in_blocks, is_bfloat16;                         // in_blocks: of groups
-  int lines;                                           // rows of a tile that are there
+  bool in_blocks, is_bfloat16;                         // in_blocks: read for groups alone
+  int lines;                                           // rows of a tile, at most
   uint32_t band;                                       // of groups: see for_tiles()
   int rows_each, columns_each, out_each, scales_each;  // lines of the maps from a group to the next
   CUtensorMap out_last;                                // boxes of kLastBox columns
@@ -540,8 +540,8 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch) {
   o.blocks = static_cast<int>(args.blocks());
   o.in_blocks = args.in_blocks;
   o.is_bfloat16 = args.out_dtype == DType::kBFloat16;
-  // Boxes with lines outside of the array take longer than whole ones, so tiles have as many each: a warp writes 16.  Of groups
-  // of few rows those of others would come as well.
+  // Boxes with lines outside of the array take longer than whole ones, so rows are shared out evenly among tiles, in steps of the 16
+  // that a warp writes.  Of groups of few rows those of others would come as well.
   const int64_t each = (args.m + o.p.row_tiles - 1) / o.p.row_tiles;
   o.lines = static_cast<int>(!S::kGrouped        ? (each + 15) / 16 * 16
                              : args.m < S::kRows ? (args.m + 7) / 8 * 8

@@ -69,7 +69,7 @@ bool launch_shape(const ScaledMmArgs& args, const Launch& launch, int columns_ea
   o.columns_each = static_cast<uint32_t>(columns_each);
   const auto size = static_cast<int64_t>(size_of(args.out_dtype));
   o.p.wide_out = is_aligned(16, args.out, {args.out_stride * size, args.out_group * size});
-  // Boxes with lines outside of the array take longer than whole ones, so tiles of rows that are in no groups have as many each.
+  // Boxes with lines outside of the array take longer than whole ones, so rows that are in no groups are shared out evenly among tiles.
   const int64_t each = groups.count > 0 ? args.m : (args.m + o.p.row_tiles - 1) / o.p.row_tiles;
   const int lines = static_cast<int>(each < S::kRows ? (each + 7) / 8 * 8 : S::kRows);
   if (groups.count == 0) o.p.tile_rows = lines;

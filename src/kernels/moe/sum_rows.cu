@@ -45,7 +45,7 @@ __device__ decltype(auto) known_of(const SumRowsArgs& args) {
   }
 }
 
-// kRows: of a token, whose numbers are loaded at once; with two there are no more.  kAtOnce: that are loaded at once.
+// kRows: rows of a token whose numbers are loaded at once; if two, a token has no more.  kAtOnce: rows that are loaded at once.
 template <class T, int kSize, Known kKnown, int kRows, int kAtOnce>
 __global__ void __launch_bounds__(256, kAtOnce < 8             ? 16 / kAtOnce
                                        : kKnown == Known::kAll ? 3

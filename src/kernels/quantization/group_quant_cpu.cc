@@ -238,8 +238,8 @@ class Groups {
     if (args.source != RowSource::kElements) values_.resize(at_once_ * args.group_size * sizeof(T) / sizeof(Line) + 2);
   }
 
-  // Whether words of scales are neighbours for 16 rows: of four groups' bytes in tiles, of which each four rows follow one another,
-  // or of a group's fp32 in columns.  Then the rows go by such lines, each of which is put together and written at once.
+  // Whether a cache line of scales has four bytes of each of 16 rows: in tiles those of four groups, in columns the fp32 of one.
+  // Then 16 rows are encoded together, so that a line is put together and written at once.
   static bool by_lines(const GroupQuantArgs& args) {
     if (args.tile_bits == 7) return !args.of_experts.first.data;
     const Rows& rows = args.scale_rows;
@@ -299,7 +299,8 @@ class Groups {
  private:
   static constexpr int64_t kRowsOfLine = 16;
 
-  // Groups of a piece.  Where codes do not begin with lines, as many as there is room for: what follows in a row shares one.
+  // Groups of a piece.  Where rows of codes do not begin with lines, as many as lines_ has room for, since neighbouring pieces of a row
+  // share a line of codes.
   int64_t across() const {
     if (!writer_.streamed() || rows_in_lines_) return at_once_;
     return std::max<int64_t>(1, kAtOnce * (args_.tile_bits ? 4 : 1) / at_once_) * at_once_;
@@ -549,16 +550,16 @@ class Groups {
   const bool nibbles_;
   const int64_t real_, at_once_;
   const float given_;
-  const bool rows_in_lines_;  // they begin with one
+  const bool rows_in_lines_;  // each row of codes begins with a cache line
   const TileEncoder<T, TimesInverse, 448> tiles_;
   LineWriter writer_;
   std::vector<Line> values_;
-  bool in_lines_ = false;  // scales go to lines_, of a piece whose first group is that
+  bool in_lines_ = false;  // scales go to lines_, for a piece that begins with first_group_
   int64_t first_group_ = 0;
   struct alignas(kLine) {
     uint32_t words[kRowsOfLine];
   } lines_[kAtOnce];
-  int64_t ahead_ = kAhead<T>;  // to the elements that are asked for
+  int64_t ahead_ = kAhead<T>;  // from the elements that are encoded to those that are prefetched
   struct alignas(kLine) {
     uint8_t bytes[kElementsAtOnce];
   } codes_;  // on their way past the caches
