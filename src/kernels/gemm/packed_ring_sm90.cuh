@@ -60,7 +60,6 @@ struct Shape {
   static constexpr bool kHasStages = kMinima == Minima::kFolded && kKind == CodeKind::kUint4 && !kIsHalf<T>;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
-  static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
   static constexpr bool kOfBytes = kKind == CodeKind::kUint4 && !kFolds;  // CodesOfBytes
   // Of segments of a block that shares the columns, the sums of the last lie where the ring was: for those of 128 tokens there is no
   // room beside it.
