@@ -330,7 +330,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
   const int whole = S::kAllInRing       ? 0
                     : p.each < segments ? pieces * S::kSumBytes
-                    : S::kRunsOn        ? 0
+                    : S::kRunsOn        ? (S::kWalks ? S::kTokens * kRoundedPitch : 0)
                                         : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
@@ -347,6 +347,12 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
                   static_cast<unsigned>(splits), static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
+// Int4 without minima, with scales of float16 for whole stages.
+inline bool has_whole_stages(const PackedWeight& w) {
+  return w.minima_kind == MinimumKind::kNone && w.scales_kind == ScaleKind::kF16 &&
+         (w.group_size % kColumns == 0 || w.groups() <= 1);
+}
+
 template <class T, CodeKind kKind, Minima kMinima>
 void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const TileMap& map = args.map;
@@ -361,8 +367,10 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
     if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 &&
-                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
-      if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
+                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted ||
+                   (kMinima == Minima::kFolded && !kIsHalf<T>)))
+      if ((kMinima != Minima::kFolded || has_whole_stages(args.weight)) && map.rows && count > sms &&
+          args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
           reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
         return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;
