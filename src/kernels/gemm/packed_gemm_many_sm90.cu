@@ -1,14 +1,14 @@
 // packed_gemm of many tokens on Hopper (sm_90a), of weights that are multiplied by the scales of their groups as they are decoded, so that
 // one sum runs on through a segment of the columns.  The same bits as from packed_gemm_sm90.cuh.
 //
-// A block computes 128 rows of the weight times 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for
+// A block computes 128 rows of the weight times up to 256 tokens of x: y^T = w x^T.  Eight warps decode units of 64 columns, once for
 // all of these tokens, to shared memory, where both operands of the matrix units lie, and ask for x.  Two warpgroups multiply, and do
 // nothing else: what they hold are the sums of a segment and those of all segments so far, which are in shared memory where
 // registers do not hold them.  Blocks go from tile to tile, and results are written by the copy engine while the next tile is decoded.
 //
 // Tokens may lie in groups, each of which has a weight of its own, as those of experts do.  All tokens, or those of a group, are cut into
 // tiles of nearly the same height: x is asked for by the height, for what lies beyond x takes the copy engine longer than x.  Of groups,
-// tiles have up to 192 tokens, and products are as wide as a tile asks for.
+// products are as wide as a tile asks for: a tile of few tokens takes half as long as a whole one, for it is decoded.
 //
 // Four warps would decode a unit in more time than its products take: an instruction of a warp takes four to five cycles beside the
 // matrix units, but those of two warps as long together (docs/log/packed_gemm.md).
@@ -29,48 +29,39 @@
 namespace pykv {
 namespace packed_many_sm90 {
 
-inline constexpr int kRows = 128, kUnit = PackedWeight::kUnit,
-                     kLine = 128;  // of a tile; columns of a stage; bytes of a line
+// Of a tile; columns of a stage; bytes of a line of both operands.
+inline constexpr int kRows = 128, kTokens = 256, kUnit = PackedWeight::kUnit, kLine = 128;
+// Sums of a lane; of those of all segments so far, in shared memory.
+inline constexpr int kSums = kTokens / 2, kMostParked = 76;
 inline constexpr int kThreads = 4 * 128;
-inline constexpr int kPiece = 32;       // tokens that a warpgroup writes at once, to one of two places
-inline constexpr int kOfBox = 32;       // tokens whose x a decoding warp asks for, where there are groups
-inline constexpr int kLowTokens = 192;  // of a group, on average: up to here tiles are low
-inline constexpr int kPrefetch = 4;     // units
-inline constexpr uint32_t kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
-
-// Shared memory of a block.  kTokens: of a tile, at most.  kMostParked: of a lane's sums of all segments so far, in shared memory.
-template <int kTokens_, int kStages_, int kMostParked_>
-struct Layout {
-  static constexpr int kTokens = kTokens_, kStages = kStages_, kMostParked = kMostParked_, kSums = kTokens / 2;
-  static constexpr uint32_t kXBytes = kTokens * kLine;
-  static constexpr uint32_t kParkedBytes = 128 * kMostParked * 4;  // of a warpgroup; results are written from there
-  static constexpr uint32_t kWAt = kStages * kXBytes, kParkedAt = kWAt + kStages * kWBytes,
-                            kFullAt = kParkedAt + 2 * kParkedBytes, kEmptyAt = kFullAt + kStages * 8,
-                            kFactorsAt = kEmptyAt + kStages * 8;
-  static_assert(kFactorsAt % 16 == 0 && 2 * kPieceBytes <= kParkedBytes);
-};
+inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
+inline constexpr int kStages = 3;
+inline constexpr int kOfBox = kTokens / 8;  // tokens whose x a decoding warp asks for, where there are groups
+inline constexpr int kPrefetch = 4;         // units
+inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
+inline constexpr uint32_t kParkedBytes = 128 * kMostParked * 4;  // of a warpgroup; results are written from there
+// In shared memory.
+inline constexpr uint32_t kWAt = kStages * kXBytes, kParkedAt = kWAt + kStages * kWBytes,
+                          kFullAt = kParkedAt + 2 * kParkedBytes, kEmptyAt = kFullAt + kStages * 8,
+                          kFactorsAt = kEmptyAt + kStages * 8;
+static_assert(kFactorsAt % 16 == 0);
 inline constexpr int kMostPieces = 32;  // of 16 bytes, of the factors of a unit's 32 rows
 inline constexpr uint32_t kMostShared = 227 << 10;
+static_assert(2 * kPieceBytes <= kParkedBytes);
 
 // kScales: codes times scales are exact; otherwise they are rounded.
 // kOut: tokens have one weight; or groups of them lie one behind another, each with a weight of its own, and out is silu_and_mul of
 // the product, or not.
 enum class Out { kOfOne, kOfGroups, kOfGroupsActivated };
-// kIsLow: groups have few tokens: lower tiles, more stages.
-template <class T, CodeKind kKind_, bool kScales_, Out kOut, bool kIsLow = false>
-struct Shape : std::conditional_t<kIsLow, Layout<192, 4, 64>, Layout<256, 3, 76>> {
-  // Units whose codes are loaded at once: decoding waits for them where a tile has few products.
-  static constexpr int kSlots = kIsLow ? 3 : 2;
+template <class T, CodeKind kKind_, bool kScales_, Out kOut>
+struct Shape {
   static constexpr bool kGroups = kOut != Out::kOfOne, kActivates = kOut == Out::kOfGroupsActivated;
   using Element = T;
   using Code = Codes<T, kKind_>;
   static constexpr CodeKind kKind = kKind_;
   static constexpr bool kScales = kScales_;
   // Registers.
-  static constexpr int kOfMultipliers = kIsLow               ? 168
-                                        : Code::kPlanes == 2 ? 192
-                                                             : 200,
-                       kOfDecoders = 256 - kOfMultipliers;
+  static constexpr int kOfMultipliers = Code::kPlanes == 2 ? 192 : 200, kOfDecoders = 256 - kOfMultipliers;
 };
 
 struct Problem {
@@ -113,8 +104,7 @@ __device__ inline void expect(uint32_t barrier, uint32_t bytes) {
 }
 
 // Writes the tables of groups, by all threads.
-template <int kTokens>
-__device__ void make_tables(const Problem& p, uint32_t shared) {
+__device__ inline void make_tables(const Problem& p, uint32_t shared) {
   const uint32_t tiles = shared + p.tables_at, begins = tiles + (p.token_groups + 1) * 4;
   const auto put = [](uint32_t at, uint32_t x) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
@@ -144,7 +134,7 @@ __device__ void make_tables(const Problem& p, uint32_t shared) {
 template <class S>
 class Cursor {
  public:
-  int unit = 0, row_tile = 0, token = 0, count = S::kTokens, group = 0;  // token: the first one
+  int unit = 0, row_tile = 0, token = 0, count = kTokens, group = 0;  // token: the first one
 
   __device__ Cursor(const Problem& p, uint32_t shared) : p_(p), tables_(shared + p.tables_at), tile_(blockIdx.x) {
     if constexpr (S::kGroups) tiles_ = __shfl_sync(~0u, load_shared_4(tables_ + p.token_groups * 4), 0) * p.row_tiles;
@@ -227,7 +217,7 @@ class Decoder {
   __device__ Decoder(const Problem& p, uint32_t shared, int warp)
       : p_(p),
         shared_(shared),
-        factors_(shared + S::kFactorsAt + warp * S::kSlots * p.pieces * 16),
+        factors_(shared + kFactorsAt + warp * 2 * p.pieces * 16),
         warp_(warp % 4),
         half_(warp / 4),
         b_(threadIdx.x % 32 / 16),
@@ -251,17 +241,12 @@ class Decoder {
     Cursor<S> at(p_, shared_);
 #pragma unroll 1
     while (true) {
-      run_unit<Folds, kBytes>(0, at);
+      run_unit<Folds, kBytes>(words_[0], 0, at);
       if (at.advance()) enter();
       if (!at.inside()) break;
-      run_unit<Folds, kBytes>(1, at);
+      run_unit<Folds, kBytes>(words_[1], 1, at);
       if (at.advance()) enter();
       if (!at.inside()) break;
-      if constexpr (S::kSlots == 3) {
-        run_unit<Folds, kBytes>(2, at);
-        if (at.advance()) enter();
-        if (!at.inside()) break;
-      }
     }
   }
 
@@ -351,32 +336,29 @@ class Decoder {
   }
 
   template <class Folds, bool kBytes>
-  __device__ __forceinline__ void run_unit(int slot, const Cursor<S>& at) {
-    Words& given = words_[slot];
-    constexpr int kAhead = S::kSlots - 1;
-    if constexpr (S::kSlots == 3) load(words_[(slot + kAhead) % S::kSlots], (slot + kAhead) % S::kSlots);
-    cp_async_wait<S::kSlots - 1>();
+  __device__ __forceinline__ void run_unit(Words& given, int slot, const Cursor<S>& at) {
+    cp_async_wait<1>();
     __syncwarp();
     // Where groups have 16 columns, two lanes of a row have one each.
     uint32_t own[2];
     const bool are_small = p_.steps == 1;
     fold<Folds, kBytes>(own, slot, are_small ? 2 * half_ + c_ : p_.steps == 2 ? half_ : 0);
-    const uint32_t stage = turn_.stage, full = shared_ + S::kFullAt + stage * 8;
-    wait_for(shared_ + S::kEmptyAt + stage * 8, turn_.parity ^ 1);
+    const uint32_t stage = turn_.stage, full = shared_ + kFullAt + stage * 8;
+    wait_for(shared_ + kEmptyAt + stage * 8, turn_.parity ^ 1);
     if constexpr (S::kGroups) {
       const int first = (half_ * 4 + warp_) * kOfBox;
       if (threadIdx.x % 32 == 0 && first < at.count) {
         expect(full, kOfBox * kLine);
-        copy_box(shared_ + stage * S::kXBytes + first * kLine, p_.x, {at.unit * kLine, at.token + first}, full);
+        copy_box(shared_ + stage * kXBytes + first * kLine, p_.x, {at.unit * kLine, at.token + first}, full);
       }
     } else if (warp_ == 0 && half_ == 0 && threadIdx.x % 32 == 0) {
       cluster_expect(full, p_.tokens * kLine);
-      copy_box(shared_ + stage * S::kXBytes, p_.x, {at.unit * kLine, at.token}, full);
+      copy_box(shared_ + stage * kXBytes, p_.x, {at.unit * kLine, at.token}, full);
     }
     __syncwarp();
     turn_.next();
     const uint32_t to =
-        shared_ + S::kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
+        shared_ + kWAt + stage * kWBytes + (warp_ * 32 + b_ * 16 + g_) * kLine + (c_ ^ g_ ^ 4 * half_) * 16;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int from = are_small ? b_ * 16 + j * 8 + g_ : threadIdx.x % 32;
@@ -397,20 +379,20 @@ class Decoder {
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full);
-    if constexpr (S::kSlots == 2) load(given, slot);
+    load(given, slot);
   }
 
   const Problem& p_;
   const uint32_t shared_, factors_;
   const int warp_, half_, b_, c_, g_;
   const EntriesOf<T, S::kKind> entries_;
-  StraightTurn<S::kStages> turn_;
+  StraightTurn<kStages> turn_;
   Cursor<S> ahead_;  // what is loaded next
   const uint8_t *codes_, *from_;
   int step_;
   bool is_of_256_;
   float global_, next_global_;
-  Words words_[S::kSlots];
+  Words words_[2];
 };
 
 template <class S>
@@ -420,11 +402,7 @@ class Multiplier {
  public:
   // warp: of eight
   __device__ Multiplier(const Problem& p, uint32_t shared, int warp)
-      : p_(p),
-        shared_(shared),
-        group_(warp / 4),
-        warp_(warp),
-        parked_(shared + S::kParkedAt + warp / 4 * S::kParkedBytes) {}
+      : p_(p), shared_(shared), group_(warp / 4), warp_(warp), parked_(shared + kParkedAt + warp / 4 * kParkedBytes) {}
 
   // unit: what sums are multiplied by
   __device__ __forceinline__ void run(float unit) {
@@ -434,9 +412,9 @@ class Multiplier {
         unit = __ldg(reinterpret_cast<const float*>(p_.weight.data + (S::kGroups ? at.group * p_.weight_stride : 0) +
                                                     PackedWeight::kGlobalScaleAt));
       if constexpr (S::kGroups) {
-        if (S::kTokens > 192 && at.count > 192) {
-          if constexpr (S::kTokens > 192) run_tile<128, 128>(at, unit);
-        } else if (at.count > 144)
+        if (at.count > 192)
+          run_tile<128, 128>(at, unit);
+        else if (at.count > 144)
           run_tile<128, 64>(at, unit);
         else if (at.count > 128)
           run_tile<128, 16>(at, unit);
@@ -482,11 +460,11 @@ class Multiplier {
   __device__ bool leads() const { return threadIdx.x % 128 == 0; }
   __device__ static void wait_until_written() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-  __device__ float& sum(int i) { return sum_[i / 64][i % 64]; }
+  __device__ float& sum(int i) { return sum_[i / (kSums / 2)][i % (kSums / 2)]; }
   __device__ void scale(float unit) {
     if (unit == 1.0f) return;
 #pragma unroll
-    for (int i = 0; i < S::kSums; ++i) sum(i) = __fmul_rn(unit, sum(i));
+    for (int i = 0; i < kSums; ++i) sum(i) = __fmul_rn(unit, sum(i));
   }
 
   __device__ uint32_t own_place(int i) const { return parked_ + i / 4 * (128 * 16) + threadIdx.x % 128 * 16; }
@@ -494,7 +472,7 @@ class Multiplier {
   // Sums of the segments so far: what registers do not hold lies where results are written from.
   template <int kWidth>
   __device__ void keep_total() {
-    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, S::kMostParked);
+    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, kMostParked);
     if (writes()) wait_until_written();
     named_barrier_sync(1 + group_, 128);
 #pragma unroll
@@ -506,7 +484,7 @@ class Multiplier {
   }
   template <int kWidth>
   __device__ void take_total() {
-    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, S::kMostParked);
+    constexpr int kSums = kWidth / 2, kParked = std::min(kSums, kMostParked);
 #pragma unroll
     for (int i = 0; i < kParked; i += 4) {
       const float4 v = load_shared_float4(own_place(i));
@@ -521,17 +499,17 @@ class Multiplier {
 
   __device__ void release(uint32_t stage) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + S::kEmptyAt + stage * 8);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_ + kEmptyAt + stage * 8);
   }
 
   // Of kFirst tokens and the kSecond that follow.
   template <int kFirst, int kSecond>
   __device__ __forceinline__ void begin(bool add) {
-    wait_for(shared_ + S::kFullAt + turn_.stage * 8, turn_.parity);
+    wait_for(shared_ + kFullAt + turn_.stage * 8, turn_.parity);
     // What decoders have stored.  A fence of theirs would wait for what they load.
     fence_async_proxy();
-    const uint64_t w = wgmma_matrix(shared_ + S::kWAt + turn_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
-    const uint64_t x = wgmma_matrix(shared_ + turn_.stage * S::kXBytes, 8 * kLine);
+    const uint64_t w = wgmma_matrix(shared_ + kWAt + turn_.stage * kWBytes + group_ * 64 * kLine, 8 * kLine);
+    const uint64_t x = wgmma_matrix(shared_ + turn_.stage * kXBytes, 8 * kLine);
     wgmma_begin();
     // Half of the tokens at once: ptxas refuses more, for 512 threads have 128 registers before they share them out.
 #pragma unroll
@@ -608,8 +586,8 @@ class Multiplier {
       }
       if constexpr (S::kActivates) {
         meet();
-        const uint32_t gates = to - group_ * S::kParkedBytes + threadIdx.x * 16;
-        const uint4 gate = load_shared_16(gates), up = load_shared_16(gates + S::kParkedBytes);
+        const uint32_t gates = to - group_ * kParkedBytes + threadIdx.x * 16;
+        const uint4 gate = load_shared_16(gates), up = load_shared_16(gates + kParkedBytes);
         uint4 result;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -636,8 +614,8 @@ class Multiplier {
   const uint32_t shared_;
   const int group_, warp_;
   const uint32_t parked_;
-  StraightTurn<S::kStages> turn_;
-  float sum_[2][64], total_[S::kSums - S::kMostParked];  // of 128 tokens each
+  StraightTurn<kStages> turn_;
+  float sum_[2][kSums / 2], total_[kSums - kMostParked];
 };
 
 // Calls with.template operator()<Folding, whether factors are bytes>().
@@ -661,16 +639,16 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
   have_ready(shared);
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < S::kStages; ++i) {
-      mbarrier_init(shared + S::kFullAt + i * 8, S::kGroups ? 8 : 1 + 8);
-      mbarrier_init(shared + S::kEmptyAt + i * 8, 8);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(shared + kFullAt + i * 8, S::kGroups ? 8 : 1 + 8);
+      mbarrier_init(shared + kEmptyAt + i * 8, 8);
     }
     fence_async_proxy();
     prefetch_map(p.x);
     prefetch_map(p.out);
   }
   begin_dependent();
-  if constexpr (S::kGroups) make_tables<S::kTokens>(p, shared);
+  if constexpr (S::kGroups) make_tables(p, shared);
   __syncthreads();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp >= 8) {
@@ -705,7 +683,7 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
   p.bias = args.bias;
   const int64_t columns = S::kActivates ? w.n / 2 : w.n, of_tile = S::kActivates ? kRows / 2 : kRows;
   p.row_tiles = static_cast<uint32_t>((columns + of_tile - 1) / of_tile);
-  p.token_tiles = static_cast<uint32_t>((args.num_rows + S::kTokens - 1) / S::kTokens + groups.count);  // at most
+  p.token_tiles = static_cast<uint32_t>((args.num_rows + kTokens - 1) / kTokens + groups.count);  // at most
   const int64_t each = (args.num_rows + p.token_tiles - 1) / p.token_tiles;
   p.tokens = static_cast<int>((each + kPiece - 1) / kPiece * kPiece);
   p.units = static_cast<int>(w.padded_k / kUnit);
@@ -719,7 +697,7 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
   p.supers_at = p.minima_at + p.items * 32 * bytes_of(w.minima_kind);
   p.lows_at = p.supers_at + (w.supers ? 64 : 0);
   p.pieces = (p.lows_at + (w.lows ? 64 : 0)) / 16;
-  p.tables_at = S::kFactorsAt + 8 * S::kSlots * p.pieces * 16;  // of eight warps, some units each
+  p.tables_at = kFactorsAt + 8 * 2 * p.pieces * 16;  // of eight warps, two units each
   uint32_t bytes = p.tables_at;
   if constexpr (S::kGroups) {
     p.group_begins = groups.begins;
@@ -728,8 +706,7 @@ bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int seg
     p.weight_stride = args.map.weight_stride;
     p.bias_stride = args.map.bias_stride;
     bytes += 2 * (p.token_groups + 1) * 4;
-    if (groups.count > INT16_MAX || args.num_rows > INT32_MAX || p.units <= S::kSlots ||
-        (S::kActivates && w.n % 64 != 0) ||
+    if (groups.count > INT16_MAX || args.num_rows > INT32_MAX || p.units < 3 || (S::kActivates && w.n % 64 != 0) ||
         !make_tensor_map(p.out_row, args.out, {columns * 2, args.num_rows}, {args.out_stride * 2}, {1}))
       return false;
   }
@@ -765,11 +742,6 @@ bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segm
   bool was_launched = false;
   dispatch<half, bf16>(args.dtype, [&]<class T>() {
     const auto run = [&]<CodeKind kKind, bool kScales = false>() {
-      if constexpr (kOut != Out::kOfOne)
-        if (args.num_rows <= groups.count * kLowTokens) {
-          was_launched = launch_shape<Shape<T, kKind, kScales, kOut, true>>(args, groups, segments, asks, launch);
-          return;
-        }
       was_launched = launch_shape<Shape<T, kKind, kScales, kOut>>(args, groups, segments, asks, launch);
     };
     [[maybe_unused]] const bool is_table = w.codes_kind == CodeKind::kTable16;
@@ -807,8 +779,8 @@ bool packed_gemm_many_sm90(const PackedGemmArgs& args, int segments, const Launc
   const auto rounds = [&](int64_t tokens) {
     return (row_tiles * ((args.num_rows + tokens - 1) / tokens) + sms - 1) / sms;
   };
-  const bool is_worth_it =
-      w.scales_kind == ScaleKind::kE4M3 ? 3 * rounds(256) <= 2 * rounds(128) : 9 * rounds(256) <= 5 * rounds(128);
+  const bool is_worth_it = w.scales_kind == ScaleKind::kE4M3 ? 3 * rounds(kTokens) <= 2 * rounds(128)
+                                                             : 9 * rounds(kTokens) <= 5 * rounds(128);
   return is_worth_it && launch_kind<Out::kOfOne>(args, {}, segments, false, launch);
 }
 

@@ -24,7 +24,7 @@
 // sum some of them, with few tiles a second block of a cluster; with many, a block sums all, one after another.  They are added
 // in the same order: a row of out has the same bits whatever the number of rows.
 //
-// int4 with groups of 128 and scales of float16, 8192 x 8192, on an H200: 16 tokens take 16.2 us, 64 20.1, where a plain read of as many
+// int4 with groups of 128 and scales of float16, 8192 x 8192, on an H200: 16 tokens take 15.7 us, 64 20.1, where a plain read of as many
 // bytes takes 9.0 and a ring that only copies 10.1; 256 take 52.  Up to 64 tokens wait for decoding, which more warps do sooner.  What
 // bounds many is that instructions beside wgmma take their time from it (docs/log/packed_gemm.md), so weights that are scaled as they are
 // decoded have one sum for all of a segment.
@@ -330,7 +330,7 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
   const int pieces = segments / splits - (S::kLastInRing ? 1 : 0);
   const int whole = S::kAllInRing       ? 0
                     : p.each < segments ? pieces * S::kSumBytes
-                    : S::kRunsOn        ? 0
+                    : S::kRunsOn        ? (S::kWalks ? S::kTokens * kRoundedPitch : 0)
                                         : S::kTokens * kRows * 4;
   const int most = kSharedOfSm / S::kBlocks - kOfSystem - kAlignment - kStatic - whole;
   p.stages = most / p.stage_bytes < kMostStages ? most / p.stage_bytes : kMostStages;
@@ -347,6 +347,12 @@ void launch_shape(const PackedGemmArgs& args, const Launch& launch, int splits) 
                   static_cast<unsigned>(splits), static_cast<size_t>(bytes), launch, "packed_gemm", p);
 }
 
+// Int4 without minima, with scales of float16 for whole stages.
+inline bool has_whole_stages(const PackedWeight& w) {
+  return w.minima_kind == MinimumKind::kNone && w.scales_kind == ScaleKind::kF16 &&
+         (w.group_size % kColumns == 0 || w.groups() <= 1);
+}
+
 template <class T, CodeKind kKind, Minima kMinima>
 void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const TileMap& map = args.map;
@@ -361,8 +367,10 @@ void launch_tokens(const PackedGemmArgs& args, const Launch& launch) {
   const auto run = [&]<int kTokens>() {
     const int64_t count = tiles(kTokens);
     if constexpr (kTokens > kMostFew && kKind == CodeKind::kUint4 &&
-                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted))
-      if (map.rows && count > sms && args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
+                  (kMinima == Minima::kNone || kMinima == Minima::kSubtracted ||
+                   (kMinima == Minima::kFolded && !kIsHalf<T>)))
+      if ((kMinima != Minima::kFolded || has_whole_stages(args.weight)) && map.rows && count > sms &&
+          args.weight.n % 8 == 0 && !args.epilogue.any && args.out_stride % 8 == 0 &&
           reinterpret_cast<uintptr_t>(args.out) % 16 == 0)
         return launch_shape<Shape<T, kKind, kTokens, kMinima, 1, true>>(args, launch, 1);
     const int splits = (kTokens <= 64 || shares) && count * 2 <= sms ? 2 : 1;

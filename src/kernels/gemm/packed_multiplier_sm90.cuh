@@ -47,6 +47,8 @@ class Multiplier {
   __device__ __forceinline__ void run(int part, Turn& turn) {
     if constexpr (S::kIsQ4K) {
       run_folded<Fold::kBytesMinima>(part, turn);
+    } else if constexpr (S::kFolds && S::kWalks) {
+      run_steps<8, Fold::kHalf>(part, turn);  // one loop: of several ptxas has too few registers for
     } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
@@ -165,7 +167,7 @@ class Multiplier {
 
   // The same where sums run on to the end of a segment: products of half a stage are under way while the next codes are decoded.
   template <int kSteps, Fold kFold, class End>
-  __device__ __forceinline__ void run_on(const Range& range, Turn turn, const int& segment_end,
+  __device__ __forceinline__ void run_on(const Range& range, Turn& turn, const int& segment_end,
                                          const End& end_segment) {
     const auto begin_stage = [&](bool anew) {
       wait_full(turn);

@@ -43,7 +43,6 @@ struct Shape {
   static constexpr bool kIsQ4K = kMinima == Minima::kQ4K, kFolds = kMinima == Minima::kFolded || kIsQ4K;
   // One sum for all of a segment: there are no factors of groups, nor powers of two that float16 asks for.
   static constexpr bool kRunsOn = kMinima == Minima::kScaled || (kFolds && !kIsHalf<T>);
-  static_assert(!kWalks || !kRunsOn);  // Multiplier::run_on() leaves the turn where it was
   // Multiplies by wgmma, not by mma.sync.
   static constexpr bool kByWarpgroups = !kFew || (kParts == 2 && kTokens > 8 && kRunsOn && kFolds);
   static constexpr int kMultipliers = 256 * kParts;

@@ -22,7 +22,7 @@ void activate(const FusedMoeArgs& a, const Launch& launch) {
 // Whether the layer was launched: with many pairs for each expert, packed weights and silu_and_mul, on Hopper.  Rows lie in the order of
 // experts, not of pairs: a product has tiles as high as each expert asks for, and the first one activates its results.
 bool run_many(FusedMoeArgs a, const Launch& launch) {
-  constexpr int64_t kPairsOfExpert = 32;  // at least
+  constexpr int64_t kPairsOfExpert = 96;  // at least: fewer are quicker in tiles of a map
   SortPairsArgs& sort = a.sort;
   PackedGemmArgs &first = a.first.packed, &second = a.second.packed;
   if (!a.first.is_packed || !a.second.is_packed || sort.num_pairs < sort.num_listed * kPairsOfExpert ||
