@@ -154,7 +154,7 @@ class Gatherer {
   // thread: of S::kCopiers; shift: bytes from p.weight to the one that is meant
   __device__ Gatherer(const Problem& p, int thread, uint32_t token_tile, int64_t shift)
       : p_(p), chunk_(thread % 8), line_(thread / 8), shift_(shift) {
-    if (S::kFolds && !p.gathers) return;  // whose rows would be looked for before factors are copied
+    if (S::kFolds && !p.gathers) return;  // nothing is copied, and finding rows would hold up factors
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int32_t row = p.row(token_tile, line_ + i * kStep);

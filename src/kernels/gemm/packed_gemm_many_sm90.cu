@@ -37,7 +37,7 @@ inline constexpr int kThreads = 4 * 128;
 inline constexpr int kPiece = 32;  // tokens that a warpgroup writes at once, to one of two places
 inline constexpr int kStages = 3;
 inline constexpr int kOfBox = kTokens / 8;  // tokens whose x a decoding warp asks for, where there are groups
-inline constexpr int kPrefetch = 4;         // units
+inline constexpr int kPrefetch = 4;         // units of groups, whose codes are brought to the L2 before they are loaded
 inline constexpr uint32_t kXBytes = kTokens * kLine, kWBytes = kRows * kLine, kPieceBytes = kPiece * kLine;
 inline constexpr uint32_t kParkedBytes = 128 * kMostParked * 4;  // of a warpgroup; results are written from there
 // In shared memory.
@@ -49,10 +49,10 @@ inline constexpr int kMostPieces = 32;  // of 16 bytes, of the factors of a unit
 inline constexpr uint32_t kMostShared = 227 << 10;
 static_assert(2 * kPieceBytes <= kParkedBytes);
 
-// kScales: codes times scales are exact; otherwise they are rounded.
-// kOut: tokens have one weight; or groups of them lie one behind another, each with a weight of its own, and out is silu_and_mul of
-// the product, or not.
+// Tokens have one weight; or groups of them lie one behind another, each with a weight of its own, and out is silu_and_mul of the
+// product, or not.
 enum class Out { kOfOne, kOfGroups, kOfGroupsActivated };
+// kScales: codes times scales are exact; otherwise they are rounded.
 template <class T, CodeKind kKind_, bool kScales_, Out kOut>
 struct Shape {
   static constexpr bool kGroups = kOut != Out::kOfOne, kActivates = kOut == Out::kOfGroupsActivated;
@@ -528,18 +528,18 @@ class Multiplier {
   __device__ __forceinline__ void multiply(int count) {
     wgmma_pin(sum_);
     begin<kFirst, kSecond>(false);
-    // A place in the ring is worth more than products that follow each other at once, where they are few.
-    constexpr bool kAtOnce = kFirst + kSecond <= 192;
+    // Of narrow products a free place in the ring is worth more than that they overlap.
+    constexpr bool kWaits = kFirst + kSecond <= 192;
 #pragma unroll 1
     for (int unit = 1; unit < count; ++unit) {
       const uint32_t before = turn_.stage;
       turn_.next();
-      if constexpr (kAtOnce) {
+      if constexpr (kWaits) {
         wgmma_wait<0>();
         release(before);
       }
       begin<kFirst, kSecond>(true);
-      if constexpr (!kAtOnce) {
+      if constexpr (!kWaits) {
         wgmma_wait<1>();
         release(before);
       }
@@ -671,7 +671,7 @@ __global__ void __launch_bounds__(kThreads, 1) packed_gemm_many_sm90_kernel(cons
 #endif
 }
 
-// asks: whether it would be launched.
+// asks: launches nothing, only says whether it would.
 template <class S>
 bool launch_shape(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks,
                   const Launch& launch) {
@@ -749,7 +749,7 @@ bool launch_kind(const PackedGemmArgs& args, const TokenGroups& groups, int segm
       if (is_table && (w.scales_kind == ScaleKind::kE4M3 || (w.scales_kind == ScaleKind::kE8M0 && !kIsHalf<T>)))
         return run.template operator()<CodeKind::kTable16, true>();
     if constexpr (!kIsHalf<T>) {  // whose sums have units
-      if (!is_folded<T>(w, groups.begins)) return;
+      if (!is_folded<T>(w, groups.begins != nullptr)) return;
       if (groups.begins && (w.minima || w.scales_kind != ScaleKind::kF16 || w.steps_of_a_group() != 4)) return;
       if (w.codes_kind == CodeKind::kUint4) return run.template operator()<CodeKind::kUint4>();
       if constexpr (kOut == Out::kOfOne) {

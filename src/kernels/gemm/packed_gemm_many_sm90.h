@@ -18,7 +18,7 @@ struct TokenGroups {
   bool activates = false;           // out is silu_and_mul of the product, with half as many columns
 };
 
-// Whether it was launched, or asks: would be.
+// Whether it was launched.  asks: launches nothing, only says whether it would.
 bool packed_gemm_of_groups_sm90(const PackedGemmArgs& args, const TokenGroups& groups, int segments, bool asks,
                                 const Launch& launch);
 

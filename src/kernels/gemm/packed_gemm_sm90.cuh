@@ -1,8 +1,8 @@
 // packed_gemm on Hopper (sm_90a), for any number of tokens, rows of x.
 //
 // A block computes 128 rows of the weight times 8 to 128 tokens: y^T = w x^T, so that one token is padded to 8, and the codes,
-// decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: by wgmma, or of
-// up to 32 tokens, where groups are summed, by mma.sync, with the same bits (packed_multiplier_sm90.cuh).  One thread
+// decoded in registers, are the operand of the matrix units that may lie there.  Eight warps multiply 16 rows each: by wgmma, or
+// by mma.sync (Shape::kByWarpgroups says which), with the same bits (packed_multiplier_sm90.cuh).  One thread
 // fills a ring of stages of 128 columns (packed_ring_sm90.cuh) with codes and x by bulk copies.  Three or seven warps make what the
 // sums of groups are multiplied by: of whatever kind scales are, the multiplying warps read floats.  They also copy rows of x that a
 // tensor map cannot describe (packed_feed_sm90.cuh).

@@ -48,7 +48,7 @@ class Multiplier {
     if constexpr (S::kIsQ4K) {
       run_folded<Fold::kBytesMinima>(part, turn);
     } else if constexpr (S::kFolds && S::kWalks) {
-      run_steps<8, Fold::kHalf>(part, turn);  // one loop: of several ptxas has too few registers for
+      run_steps<8, Fold::kHalf>(part, turn);  // ptxas has too few registers for several loops
     } else if constexpr (S::kFolds) {
       dispatch_fold<S::kKind>(p_.weight, p_.steps, entries_.are_octets(),
                               [&]<Fold kFold>() __attribute__((always_inline)) { run_folded<kFold>(part, turn); });
@@ -522,7 +522,7 @@ class Multiplier {
   float global_;
   float sum_[kSums] = {};
   uint32_t a_[2][4][4];
-  mutable uint32_t own_[2];  // factors of a group, or of a stage
+  mutable uint32_t own_[2];  // factors of a group, or of a stage, whose units have them in common
 };
 
 #endif

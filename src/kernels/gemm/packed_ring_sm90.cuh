@@ -29,7 +29,8 @@ enum class Minima { kNone, kSubtracted, kScaled, kFolded, kQ4K };
 
 // kWalks: blocks compute several tiles, one after another, and round sums before they exchange them.  kParts: of the columns, which
 // eight warps each multiply: two, for the more warps the sooner codes are decoded.  Of few tokens one where there are two blocks for an
-// SM, so that one begins and ends while the other multiplies; of more where sums do not run on, for registers' sake.
+// SM, so that one begins and ends while the other multiplies; of more where sums of groups are scaled, for two would not have
+// the registers.
 template <class T, CodeKind kKind_, int kTokens_, Minima kMinima, int kParts_, bool kWalks_ = false>
 struct Shape {
   using Element = T;

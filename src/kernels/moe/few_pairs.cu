@@ -26,9 +26,9 @@ constexpr int kColumns = 128, kAtOnce = 4;  // of a stage; stages that are loade
 constexpr int kMostWarps = 16;              // of the second kernel
 constexpr int64_t kMostShared = 200 << 10;
 
-// What is done to sums of groups besides that they are scaled: nothing; zero points are subtracted from codes before; instead of sums
-// codes are scaled (Folding).
-enum class Minima { kNone, kSubtracted, kFolded };
+// kNone: sums of groups are scaled.  kSubtracted: and zero points are subtracted from codes.  kFolded: codes are scaled as they are
+// decoded (Folding).
+enum class Scaling { kNone, kSubtracted, kFolded };
 
 // One of the two weights.
 struct Weight {
@@ -66,11 +66,11 @@ __device__ inline uint4 load_codes(const uint8_t* from) {
 
 // Codes and factors of some stages of a warp's rows, and their products with a row of x.
 // kSteps: of 16 columns that are scaled together.
-template <class T, Minima kMinima, int kSteps>
+template <class T, Scaling kScaling, int kSteps>
 class Rows {
   using Code = Codes<T, CodeKind::kUint4>;
   using Folds = Folding<T, CodeKind::kUint4, Fold::kHalf>;
-  static constexpr bool kSubtracts = kMinima == Minima::kSubtracted, kFolds = kMinima == Minima::kFolded;
+  static constexpr bool kSubtracts = kScaling == Scaling::kSubtracted, kFolds = kScaling == Scaling::kFolded;
 
  public:
   // What sums are to be multiplied by.
@@ -217,7 +217,7 @@ __device__ void copy_rows(uint4* to, const void* from, int64_t k, int stages, in
 #endif
 
 // A block has 16 columns of the activation of a pair: warps have rows of gates or of ups, and a segment of the columns.
-template <class T, Minima kMinima, int kSteps>
+template <class T, Scaling kScaling, int kSteps>
 __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 x[];
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
   begin_dependent();
   copy_rows<T>(x, static_cast<const T*>(p.x) + token * p.x_stride, w.packed.k, w.stages, 1);
   const int32_t expert = p.experts(token, choice, blockIdx.x == 0 && threadIdx.x == 0);
-  Rows<T, kMinima, kSteps> rows(w, max(expert, 0), row_block);
+  Rows<T, kScaling, kSteps> rows(w, max(expert, 0), row_block);
   if (expert >= 0) rows.load(begin, end);
   cp_async_wait<0>();
   if (expert < 0) return;
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(256, 3) first_kernel(const __grid_constant__ P
 }
 
 // A block has 16 columns of a token's row of out: warps have a pair each, and a part of the columns.
-template <class T, Minima kMinima, int kSteps>
+template <class T, Scaling kScaling, int kSteps>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint4 activated[];
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) second_kernel(const __grid
   int32_t expert = choice < p.top_k ? p.experts(token, choice, false) : -1;
   bool waits = true;
   do {
-    Rows<T, kMinima, kSteps> rows(w, max(expert, 0), row_block);
+    Rows<T, kScaling, kSteps> rows(w, max(expert, 0), row_block);
     if (expert >= 0) rows.load(begin, end);
     if (waits) {
       choices.load(p.experts, p.sum, token);
@@ -335,14 +335,14 @@ bool make_weight(Weight& weight, const PackedGemmArgs& args, const Launch& launc
   return weight.stages >= weight.segments;
 }
 
-template <class T, Minima kMinima, int kSteps>
+template <class T, Scaling kScaling, int kSteps>
 void launch_kernels(const Plan& p, const FusedMoeArgs& args, const Launch& launch) {
   const auto pairs = static_cast<unsigned>(args.sort.num_pairs), tokens = static_cast<unsigned>(args.sum.num_tokens);
   const size_t x_bytes = static_cast<size_t>(p.first.stages) * kColumns * 2;
-  launch_dependent_shared(first_kernel<T, kMinima, kSteps>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
+  launch_dependent_shared(first_kernel<T, kScaling, kSteps>, dim3(static_cast<unsigned>(p.inner / kRows), pairs),
                           dim3(64 * static_cast<unsigned>(p.first.segments)), x_bytes, launch, "fused_moe", p);
   const size_t rows_bytes = static_cast<size_t>(p.second.stages) * kColumns * 2 * p.top_k;
-  launch_dependent_shared(second_kernel<T, kMinima, kSteps>,
+  launch_dependent_shared(second_kernel<T, kScaling, kSteps>,
                           dim3(static_cast<unsigned>(args.sum.width / kRows), tokens),
                           dim3(static_cast<unsigned>(p.warps) * 32), rows_bytes, launch, "fused_moe", p);
 }
@@ -385,10 +385,10 @@ bool few_pairs_cuda(const FusedMoeArgs& args, const Launch& launch) {
     was_launched &= folds == is_folded<T>(second.weight, true);
     if (!was_launched) return;
     const auto launch_steps = [&]<int kSteps>() {
-      if (minima == MinimumKind::kZero) return launch_kernels<T, Minima::kSubtracted, kSteps>(p, args, launch);
+      if (minima == MinimumKind::kZero) return launch_kernels<T, Scaling::kSubtracted, kSteps>(p, args, launch);
       if constexpr (!kIsHalf<T>)
-        if (folds) return launch_kernels<T, Minima::kFolded, kSteps>(p, args, launch);
-      launch_kernels<T, Minima::kNone, kSteps>(p, args, launch);
+        if (folds) return launch_kernels<T, Scaling::kFolded, kSteps>(p, args, launch);
+      launch_kernels<T, Scaling::kNone, kSteps>(p, args, launch);
     };
     if (p.first.steps == 8)
       launch_steps.template operator()<8>();

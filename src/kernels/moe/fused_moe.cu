@@ -21,13 +21,15 @@ void activate(const FusedMoeArgs& a, const Launch& launch) {
 
 // Whether the layer was launched: with many pairs for each expert, packed weights and silu_and_mul, on Hopper.  Rows lie in the order of
 // experts, not of pairs: a product has tiles as high as each expert asks for, and the first one activates its results.
-bool run_many(FusedMoeArgs a, const Launch& launch) {
+bool run_many(const FusedMoeArgs& args, const Launch& launch) {
   constexpr int64_t kPairsOfExpert = 96;  // at least: fewer are quicker in tiles of a map
+  if (!args.first.is_packed || !args.second.is_packed ||
+      args.sort.num_pairs < args.sort.num_listed * kPairsOfExpert ||
+      args.activation->gated_cuda != silu_and_mul_cuda || !has_warpgroups(launch.device))
+    return false;
+  FusedMoeArgs a = args;
   SortPairsArgs& sort = a.sort;
   PackedGemmArgs &first = a.first.packed, &second = a.second.packed;
-  if (!a.first.is_packed || !a.second.is_packed || sort.num_pairs < sort.num_listed * kPairsOfExpert ||
-      a.activation->gated_cuda != silu_and_mul_cuda || !has_warpgroups(launch.device))
-    return false;
   sort.offsets = sort.blocks;
   sort.sorted = sort.blocks = sort.num_padded = nullptr;
   sort.block_size = 1;
