@@ -23,8 +23,7 @@ void activate(const FusedMoeArgs& a, const Launch& launch) {
 // experts, not of pairs: a product has tiles as high as each expert asks for, and the first one activates its results.
 bool run_many(const FusedMoeArgs& args, const Launch& launch) {
   constexpr int64_t kPairsOfExpert = 96;  // at least: fewer are quicker in tiles of a map
-  if (!args.first.is_packed || !args.second.is_packed ||
-      args.sort.num_pairs < args.sort.num_listed * kPairsOfExpert ||
+  if (!args.first.is_packed || !args.second.is_packed || args.sort.num_pairs < args.sort.num_listed * kPairsOfExpert ||
       args.activation->gated_cuda != silu_and_mul_cuda || !has_warpgroups(launch.device))
     return false;
   FusedMoeArgs a = args;
