@@ -15,9 +15,19 @@ from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, pack_awq, pack_gguf, pack_in_groups
-from pykv.packed_weight import Factor, Host, PackedWeight, an_array, checked, float32, host, integers, plain_scales
+from pykv.packed_weight import (
+    WORDS,
+    Factor,
+    Host,
+    PackedWeight,
+    an_array,
+    checked,
+    float32,
+    host,
+    integers,
+    plain_scales,
+)
 
-WORDS: Final = ["int32", "uint32"]
 _TYPES: Final = {"uint4": (4, False), "uint8": (8, False), "uint4b8": (4, True), "uint8b128": (8, True)}
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import WORDS, check_order, given, in_16_bits, multiply, stream_of, type_of, unsorted
+from pykv._vllm_gemm import check_order, given, in_16_bits, multiply, stream_of, type_of, unsorted
 from pykv._vllm_packed import packed_once
 from pykv.gemm import bit_stream, check_groups, nibbles_of_awq, pack_in_groups, stack_packed
 from pykv.packed_gguf import E2M1
 from pykv.packed_weight import (
+    WORDS,
     Factor,
     Host,
     PackedWeight,

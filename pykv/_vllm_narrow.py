@@ -15,10 +15,9 @@ import numpy as np
 import pykv
 from pykv._libraries import array_like, empty_beside, spec_of
 from pykv._types import Array
-from pykv._vllm_gemm import WORDS
 from pykv._vllm_packed import made_once, packed_once
 from pykv.gemm import bit_stream, pack_mxfp4, pack_nvfp4, stack_packed
-from pykv.packed_weight import Host, PackedWeight, an_array, checked, host
+from pykv.packed_weight import WORDS, Host, PackedWeight, an_array, checked, host
 
 
 def cutlass_encode_and_reorder_int4b(b: Array) -> Any:

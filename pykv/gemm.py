@@ -17,6 +17,7 @@ from pykv._schema import Rule, Spec, operation
 from pykv._types import Array, ScalarOrArray, Stream
 from pykv.packed_gguf import E2M1, pack_gguf
 from pykv.packed_weight import (
+    WORDS,
     Factor,
     Host,
     PackedWeight,
@@ -352,7 +353,6 @@ def fp32_router_gemm(output: Array, a: Array, b: Array, *, stream: Stream = None
 
 
 _INTEGERS: Final = [f"{sign}{bits}" for sign in ("uint", "int") for bits in (8, 16, 32, 64)]
-_WORDS: Final = ["int32", "uint32"]
 
 
 def pack_integers(
@@ -399,12 +399,12 @@ def pack_awq(qweight: Array, qzeros: Array, scales: Array) -> PackedWeight:
         ValueError: shapes do not fit.
         TypeError: dtypes do not fit.
     """
-    words = checked("qweight", qweight, _WORDS, (None, None))
+    words = checked("qweight", qweight, WORDS, (None, None))
     k, n = words.shape[0], 8 * words.shape[1]
     factor = _of_columns(scales, n, "qweight", words)
     groups = len(factor.values)
     size = _equal_groups(groups, k)
-    z = nibbles_of_awq(checked("qzeros", qzeros, _WORDS, (groups, n // 8))).T.astype(np.int64)
+    z = nibbles_of_awq(checked("qzeros", qzeros, WORDS, (groups, n // 8))).T.astype(np.int64)
     factor = factor._replace(values=factor.values.T)
     return integers(nibbles_of_awq(words).T, factor, zero_points(z, 4, factor), size, 4)
 
@@ -429,7 +429,7 @@ def pack_gptq(
     bits = whole("bits", bits)
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"bits: must be 2, 3, 4 or 8, got {bits}")
-    words = checked("qweight", qweight, _WORDS, (None, None))
+    words = checked("qweight", qweight, WORDS, (None, None))
     rows, n = words.shape
     if 32 * rows % bits:
         raise ValueError(f"qweight: dimension 0 must be a multiple of bits = {bits}, got shape {[rows, n]}")
@@ -441,7 +441,7 @@ def pack_gptq(
     if qzeros is not None:
         if n * bits % 32:
             raise ValueError(f"qweight: columns must fill words of qzeros, got {n} of {bits} bits")
-        z = bit_stream(checked("qzeros", qzeros, _WORDS, (groups, n * bits // 32)).T, bits)
+        z = bit_stream(checked("qzeros", qzeros, WORDS, (groups, n * bits // 32)).T, bits)
         z = z.astype(np.int64) + (0 if v2 else 1)
     return pack_in_groups(bit_stream(words, bits), z, factor, owners, bits=bits)
 
@@ -493,12 +493,12 @@ def pack_compressed_tensors(
     if bits not in (4, 8):
         raise ValueError(f"bits: must be 4 or 8, got {bits}")
     n, k = _pair("shape", tuple(shape) if hasattr(shape, "__array__") else shape)  # of the file: an array
-    codes = checked("weight_packed", weight_packed, _WORDS, (n, -(-k * bits // 32)))
+    codes = checked("weight_packed", weight_packed, WORDS, (n, -(-k * bits // 32)))
     scales = plain_scales("weight_scale", weight_scale, (n, None))
     groups = scales.values.shape[1]
     zeros = group_of = None
     if weight_zero_point is not None:
-        zeros = checked("weight_zero_point", weight_zero_point, _WORDS, (-(-n * bits // 32), groups))
+        zeros = checked("weight_zero_point", weight_zero_point, WORDS, (-(-n * bits // 32), groups))
     if weight_g_idx is not None:
         group_of = checked("weight_g_idx", weight_g_idx, _INTEGERS, (k,))
     if group_of is not None and (group_of == -1).all():
@@ -733,7 +733,7 @@ def bit_stream(words: Host, bits: int) -> Host:
         ValueError: they do not fill the words.
         TypeError: words have no 32 bits.
     """
-    if words.dtype.name not in _WORDS:
+    if words.dtype.name not in WORDS:
         raise TypeError(f"words of codes: dtype must be int32 or uint32, got {words.dtype}")
     if 32 * words.shape[0] % bits:
         raise ValueError(f"words of codes: {words.shape[0]} of 32 bits hold no whole codes of {bits} bits")

@@ -20,6 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 Host = npt.NDArray[Any]
 
 HEADER: Final = 256  # bytes
+WORDS: Final = ["int32", "uint32"]  # dtypes of words of codes
 _MAGIC: Final = b"pykv packed 1\n"
 _TABLE_AT, _GLOBAL_SCALE_AT, _UNIT = 128, 192, 64
 _TOO_LARGE: Final = 2.0**118  # for a scale: kernels multiply it by up to 512
@@ -196,10 +197,15 @@ def _by_32_rows(values: Host, rows: int, groups: int) -> bytes:
     return np.ascontiguousarray(filled.reshape(rows // 32, 2, 2, 8, groups).transpose(0, 4, 3, 1, 2)).tobytes()
 
 
+def _stored(weight: PackedWeight) -> tuple[list[str], int, int, int]:
+    """Kinds of codes, scales and minima; rows and columns with those of padding; columns of a group."""
+    *kinds, n, _, group, padded = weight.format.split(".")[:7]
+    return kinds, -(-int(n[1:]) // 32) * 32, int(padded[1:]), int(group[1:])
+
+
 def in_order_of_rows(weight: PackedWeight, order: Host) -> PackedWeight:
     """All rows of a weight in another order, on the host; what is padded stays behind them."""
-    kind, scales, minima, n, _, group, padded, *_ = weight.format.split(".")
-    rows, columns = -(-int(n[1:]) // 32) * 32, int(padded[1:])
+    (kind, scales, minima), rows, columns, group = _stored(weight)
     whole = np.concatenate([order, np.arange(len(order), rows)])
     data = np.array(host(weight.data))
     at = HEADER
@@ -219,7 +225,7 @@ def in_order_of_rows(weight: PackedWeight, order: Host) -> PackedWeight:
     else:  # [plane][c][g][j][e][half]
         take((rows // 16, columns // _UNIT, 2, 4, 8, 4, 2, 2), (0, 7, 4))
     for factor in (scales, minima):
-        sizes = [(-(-columns // int(group[1:])), _BYTES[factor])]
+        sizes = [(-(-columns // group), _BYTES[factor])]
         if factor in ("f16u8", "f16i8"):
             sizes.append((-(-columns // 256), 2))
         for groups, size in sizes:
@@ -294,13 +300,12 @@ def in_float16(scales: Factor) -> Factor:
 
 def in_bfloat16(weight: PackedWeight) -> PackedWeight:
     """A weight with its scales of float16 as bfloat16, where that holds all of them exactly; others as they are."""
-    kind, scales, _, n, _, group, padded, *_ = weight.format.split(".")
+    (kind, scales, _), rows, columns, group = _stored(weight)
     if scales != "f16":
         return weight
-    rows, columns = -(-int(n[1:]) // 32) * 32, int(padded[1:])
     at = HEADER + -(-rows * columns * _BITS[kind] // 8 // 256) * 256
     data = np.array(host(weight.data))
-    section = data[at : at + 2 * rows * -(-columns // int(group[1:]))]
+    section = data[at : at + 2 * rows * -(-columns // group)]
     wide = section.view(np.float16).astype(np.float32).view(np.uint32)
     if (wide & 0xFFFF).any():
         return weight
